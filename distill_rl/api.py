@@ -6,7 +6,8 @@ They return results instead of printing them, and raise instead of giving exit c
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,6 +18,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import console, say
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
+from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,29 +114,21 @@ def distill(
     from distill_rl.run import run
     from distill_rl.run.run_directory import paths_of
 
-    if not _one_at_a_time.acquire(blocking=False):
-        raise ConfigError("distill", "runs once at a time in a process", None, "wait for the other call")
-    try:
-        if resume:
-            settings["checkpoint.resume"] = "latest" if resume is True else resume
-        with console():
+    if resume:
+        settings["checkpoint.resume"] = "latest" if resume is True else resume
+    with _alone("distill"):
+        try:
             found = gather(
                 _source(config), (), _expanded(settings), clean=clean, say=lambda text: say(f"data      {text}")
             )
             found = replace(found, problems=[_in_python(line) for line in found.problems])
             opened = found.require_run()
-            paths = paths_of(opened.config)
-            paths = type(paths)(paths.root.absolute())
+            paths = RunPaths(paths_of(opened.config).root.absolute())
             code = run.train(opened, found.facts, Signals(embedded=True), clean=clean)
-    except DistillError as error:
-        error.remedy = _in_python(error.remedy)
-        raise
-    finally:
-        _one_at_a_time.release()
-    if code == EXIT_PREEMPTED:
-        raise Preempted(f'the run in {paths.root} was asked to stop, and did; continue it with resume="auto"')
-    if code:
-        raise DistillError(f"the run in {paths.root}", "must end with code 0", code)
+        except DistillError as error:
+            error.remedy = _in_python(error.remedy)
+            raise
+    _require_end(code, f"the run in {paths.root}", 'continue it with resume="auto"')
     metrics: dict[str, float | None] = {}
     for record in read_records(paths.metrics):
         metrics |= {name: value for name, value in record.items() if name not in ("step", "time")}
@@ -155,22 +149,14 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
         ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after the last two the same call
             continues.
     """
-    from distill_rl.commands.capture import gather_capture
+    from distill_rl.commands.train import gather_capture
     from distill_rl.run import run
 
     folder = Path(out).expanduser().absolute()
-    if not _one_at_a_time.acquire(blocking=False):
-        raise ConfigError("capture", "runs once at a time in a process", None, "wait for the other call")
-    try:
-        with console():
-            found = gather_capture(_source(config), folder, settings=_expanded(settings))
-            code = run.capture(found.require_run(), found.facts, Signals(embedded=True), folder)
-    finally:
-        _one_at_a_time.release()
-    if code == EXIT_PREEMPTED:
-        raise Preempted(f"the capture into {folder} was asked to stop, and did; the same call continues it")
-    if code:
-        raise DistillError(f"the capture into {folder}", "must end with code 0", code)
+    with _alone("capture"):
+        found = gather_capture(_source(config), folder, settings=_expanded(settings))
+        code = run.capture(found.require_run(), found.facts, Signals(embedded=True), folder)
+    _require_end(code, f"the capture into {folder}", "the same call continues it")
     return folder
 
 
@@ -186,6 +172,26 @@ def check(config: Source | None = None, /, **settings: Any) -> Check:
     found = gather(_source(config), (), _expanded(settings), clean=True, download=False)
     lines = [] if found.config is None or found.problems else summary(found.config, found.facts)
     return Check(found.config, tuple(found.problems), tuple(found.unreachable), tuple(lines))
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Lets one call of this module run at a time, with the package's messages on stderr."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError(name, "runs once at a time in a process", None, "wait for the other call")
+    try:
+        with console():
+            yield
+    finally:
+        _one_at_a_time.release()
+
+
+def _require_end(code: int, what: str, way_on: str) -> None:
+    """Raises Preempted or DistillError if a run did not end with exit code 0."""
+    if code == EXIT_PREEMPTED:
+        raise Preempted(f"{what} was asked to stop, and did; {way_on}")
+    if code:
+        raise DistillError(what, "must end with code 0", code)
 
 
 def _source(config: Source | None) -> str | Path | Mapping[str, Any]:

@@ -14,7 +14,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.system import output
 from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
 
-_TRAINING = {"train.train", "capture.capture", "quickstart.quickstart", "trial.trial"}
+_TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""
@@ -41,10 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except output.OutputLost as lost:
-        if isinstance(
-            lost.cause, BrokenPipeError
-        ):  # whoever reads has gone, as in `distill-rl store info STORE | head -2`
-            return _BROKEN_PIPE
+        if isinstance(lost.cause, BrokenPipeError):
+            return _BROKEN_PIPE  # whoever reads has gone, as in `distill-rl store info STORE | head -2`
         return _print_problems(DistillError("stdout", "must take what is printed", lost.cause.strerror))
 
 

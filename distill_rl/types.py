@@ -317,75 +317,35 @@ QUEUE = "queue.json"
 """Name of `RunPaths.queue`."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory, the only place to which a run writes."""
+    """The run directory, the only place to which a run writes.
 
-    root: Path
-    attempt: int = 1
-    """Number of this start of the run, from 1. Every start has its own folder of logs."""
+    Args:
+        attempt: number of this start of the run, from 1. Every start has its own folder of logs.
+    """
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def queue(self) -> Path:
+    def __init__(self, root: Path, attempt: int = 1):
+        self.root, self.attempt = root, attempt
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.queue = root / QUEUE
         """The place in the queue of a run that waits for others on its cluster; there is no file otherwise."""
-        return self.root / QUEUE
-
-    @property
-    def evals(self) -> Path:
+        self.evals = root / "evals"
         """The results of evaluations, in one folder per model."""
-        return self.root / "evals"
-
-    @property
-    def scores(self) -> Path:
+        self.scores = root / "scores.json"
         """What was measured at each step; decides which checkpoints are kept."""
-        return self.root / "scores.json"
-
-    @property
-    def samples(self) -> Path:
+        self.samples = root / "samples.jsonl"
         """What the models answer to a few items at every evaluation (`evals.results`); absent without suites."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = root / "logs" / f"attempt_{attempt}"
         """The logs of this attempt: `driver.log` and its workers' output. `logs/latest` links to the newest attempt."""
-        return self.root / "logs" / f"attempt_{self.attempt}"
-
-    @property
-    def environment(self) -> Path:
+        self.environment = self.logs / "environment.json"
         """Commit, packages and machines of this attempt."""
-        return self.logs / "environment.json"
-
-    @property
-    def tensorboard(self) -> Path:
+        self.tensorboard = root / "logs" / "tensorboard"
         """One folder for all attempts, so that a resumed run draws one curve."""
-        return self.root / "logs" / "tensorboard"
-
-    @property
-    def prometheus(self) -> Path:
+        self.prometheus = root / "logs" / "prometheus" / "targets.json"
         """Addresses of the metrics agents of the newest attempt, for Prometheus."""
-        return self.root / "logs" / "prometheus" / "targets.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def bad_rows(self) -> Path:
+        self.checkpoints = root / "checkpoints"
+        self.export = root / "export"
+        self.bad_rows = root / "bad_rows.jsonl"
         """Documents that were left out, one JSON object per line; absent if there are none."""
-        return self.root / "bad_rows.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
+        self.report = root / "report.html"

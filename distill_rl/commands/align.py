@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill_rl.errors import ConfigError, DataError
-from distill_rl.observe.log import open_console
+from distill_rl.errors import ConfigError, DataError, problem
+from distill_rl.observe.log import open_console, printable
+from distill_rl.system.files import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from distill_rl.align import CoverageReport, TokenAligner
+    from distill_rl.align import CoverageReport
     from distill_rl.align.chats import Chat
     from distill_rl.align.verify import Endings, PropertyCheck
     from distill_rl.config.schema import DataConfig
@@ -34,17 +35,11 @@ class TextRows:
     """Empty if the rows are texts."""
 
 
-@dataclass(frozen=True, slots=True)
 class TokenizerPair:
-    """Two tokenizers, and their aligner."""
+    """The tokenizers of two folders or hub names, and their aligner."""
 
-    student: Any
-    teacher: Any
-    aligner: TokenAligner
-
-    @classmethod
-    def read(cls, student: str, teacher: str) -> TokenizerPair:
-        """Reads the tokenizers and stop tokens of two folders or hub names.
+    def __init__(self, student: str, teacher: str):
+        """Reads tokenizers and stop tokens.
 
         Raises:
             ConfigError: a tokenizer that is missing or slow.
@@ -52,9 +47,9 @@ class TokenizerPair:
         from distill_rl.align import TokenAligner
         from distill_rl.models.files.hub import configured_stops, read_tokenizer
 
-        tokenizers = read_tokenizer(student), read_tokenizer(teacher)
+        self.student, self.teacher = read_tokenizer(student), read_tokenizer(teacher)
         stops = configured_stops(student), configured_stops(teacher)
-        return cls(*tokenizers, TokenAligner(*tokenizers, student_stops=stops[0], teacher_stops=stops[1]))
+        self.aligner = TokenAligner(self.student, self.teacher, student_stops=stops[0], teacher_stops=stops[1])
 
     def readable(self, chats: list[Chat]) -> list[Chat]:
         """The chats if both tokenizers have a chat template, else an empty list."""
@@ -100,7 +95,7 @@ def align(
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
-    pair = TokenizerPair.read(student, teacher)
+    pair = TokenizerPair(student, teacher)
     columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
     data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)
@@ -109,7 +104,7 @@ def align(
     console = open_console(110)
     print_report(console, student, teacher, report, ends)
     problems = refusals(report)
-    messages = [] if problems else [*warnings(report), *template_warnings(rows, pair)]
+    messages = [] if problems else warnings(report, rows, pair)
     for message in messages:
         console.print(escape(f"warning    {message}\n"))
     checks: list[PropertyCheck] = []
@@ -118,16 +113,10 @@ def align(
         print_checks(console, checks)
     if json_file is not None:
         figures = {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends)}
-        _write(json_file, figures, messages, checks)
+        write_json(json_file, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
     if problems:
         raise ConfigError.many(problems)
     return int(any(check.passed is False for check in checks))
-
-
-def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[PropertyCheck]) -> None:
-    from distill_rl.system.files import write_json
-
-    write_json(path, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
 
 
 def read_rows(data: DataConfig, limit: int) -> TextRows:
@@ -158,28 +147,24 @@ def refusals(report: CoverageReport) -> list[str]:
     if not report.common_vocabulary:
         rule = "no token of the two vocabularies spells the same bytes: the common vocabulary is empty"
         remedy = "check that both are text models; only loss.cross_tokenizer=alm works for such a pair"
-        return [str(ConfigError("--student and --teacher", rule, remedy=remedy))]
+        return [problem("--student and --teacher", rule, remedy=remedy)]
     if not report.chunk_lengths:
         rule = f"none of {report.texts} texts aligns anywhere{_reasons(report)}"
-        return [str(ConfigError("--data", rule, remedy="use another teacher, or other text"))]
+        return [problem("--data", rule, remedy="use another teacher, or other text")]
     return []
 
 
-def warnings(report: CoverageReport) -> list[str]:
-    """What is unusual about the texts, one line each; today only that none of them is spelled in full by both sides."""
-    if report.exact_share:
-        return []
-    rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
-    return [f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared"]
-
-
-def template_warnings(rows: TextRows, pair: TokenizerPair) -> list[str]:
-    """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
-    if not rows.chats:
-        return []
+def warnings(report: CoverageReport, rows: TextRows, pair: TokenizerPair) -> list[str]:
+    """That no text is spelled in full by both sides, and tokenizers without the template that chats need, one line each."""
+    lines = []
+    if not report.exact_share:
+        rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
+        lines.append(f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared")
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
-    sides = {"student": pair.student, "teacher": pair.teacher}
-    return [f"the {name}'s {rule}" for name, tokenizer in sides.items() if not tokenizer.chat_template]
+    for name, tokenizer in (("student", pair.student), ("teacher", pair.teacher)):
+        if rows.chats and not tokenizer.chat_template:
+            lines.append(f"the {name}'s {rule}")
+    return lines
 
 
 def _reasons(report: CoverageReport) -> str:
@@ -225,13 +210,11 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     from rich.markup import escape
     from rich.table import Table
 
-    from distill_rl.observe.log import printable
-
     console.print(f"\nstudent    {escape(printable(student))}\nteacher    {escape(printable(teacher))}")
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for name, value in [*_match_lines(report), *_stop_lines(ends)]:
+    for name, value in _lines(report, ends):
         table.add_row(name, escape(value))
     console.print(table)
     classes = Table(box=box.SIMPLE_HEAD)
@@ -239,13 +222,8 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     for heading in ("chunks", "1:1", "student tokens", "teacher tokens"):
         classes.add_column(heading, justify="right")
     for name, counts in report.classes.items():
-        classes.add_row(
-            name,
-            f"{counts.chunks:,}",
-            f"{counts.one_to_one_share:.1%}",
-            f"{counts.student_tokens:.2f}",
-            f"{counts.teacher_tokens:.2f}",
-        )
+        tokens = f"{counts.student_tokens:.2f}", f"{counts.teacher_tokens:.2f}"
+        classes.add_row(name, f"{counts.chunks:,}", f"{counts.one_to_one_share:.1%}", *tokens)
     console.print(classes)
     console.print(f"suggested  {report.advice}\n")
 
@@ -269,8 +247,9 @@ def print_checks(console: Console, checks: Sequence[PropertyCheck]) -> None:
     console.print(passed + (f", {empty} had nothing to look at" if empty else "") + "\n")
 
 
-def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line of the audit about how the two tokenizations match, in the order of printing."""
+def _lines(report: CoverageReport, ends: Endings) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line of the audit, in the order of printing: how the two tokenizations match, the stop tokens of both
+    sides, and the share of rows that end in one on both."""
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"
@@ -286,10 +265,6 @@ def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
     yield "vocabularies", f"{sizes}, {report.common_vocabulary:,} of them in common"
     for side, reason in report.lossy.items():
         yield f"lossy {side}", reason
-
-
-def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
-    """(label, text) for the lines about the stop tokens of both sides and the share of rows that end in one on both."""
     for side, stops in (("student", ends.student_stops), ("teacher", ends.teacher_stops)):
         yield f"stops {side}", ", ".join(stops) or "none: no token ends an answer"
     share = ends.ending / ends.rows if ends.rows else 0.0

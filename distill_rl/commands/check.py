@@ -55,30 +55,29 @@ def summary(config: Config, facts: Facts) -> list[str]:
     For a configuration without problems of its own. What is not known is left out or called unknown.
     """
     derived = sizes(config, facts)
+    documents = "an unknown number of" if facts.num_documents is None else f"{facts.num_documents:,}"
     lines = [
         f"batch      {_batch(config, facts, derived)}",
-        f"run        {_steps(config, derived)} over {_count(facts.num_documents)} documents",
+        f"run        {_steps(config, derived)} over {documents} documents",
         *(f"data       {printable(source)}" for source in facts.sources),
         *([] if facts.step is None else [f"rows       {facts.step}"]),
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
     on_gpu = facts.gpus > 0
-    if facts.student is not None and facts.student.lora is not None:
-        lines.append(f"trained    {facts.student.lora}")
-    if facts.student is not None and facts.student.lora is None and facts.student.tensors:
-        count = f"{facts.student.decayed} of {facts.student.tensors} tensors in the student's files"
-        lines.append(f"decayed    {count}, by {config.optimizer.weight_decay:g}; no norms, no biases")
-    if facts.student is not None:
-        lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
+    if (student := facts.student) is not None:
+        if student.lora is not None:
+            lines.append(f"trained    {student.lora}")
+        elif student.tensors:
+            count = f"{student.decayed} of {student.tensors} tensors in the student's files"
+            lines.append(f"decayed    {count}, by {config.optimizer.weight_decay:g}; no norms, no biases")
+        lines.append(f"logits     student: {_logits(config, student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):
         if known.model is not None and teacher.backend != "vllm":
             size = _bytes(teacher_logits(config, teacher, known.model, on_gpu=on_gpu))
             lines.append(f"logits     {teacher.name}: at most {size} at once")
-        loss = known.cross_tokenizer_loss
-        if loss is not None:
-            text = f"another tokenizer, loss {loss} over chunks of text"
-            lines.append(f"teacher    {teacher.name}: {text}")
+        if (loss := known.cross_tokenizer_loss) is not None:
+            lines.append(f"teacher    {teacher.name}: another tokenizer, loss {loss} over chunks of text")
             if known.advice:
                 lines.append(f"suggested  {teacher.name}: {known.advice}")
         elif known.tokens_apart:
@@ -96,9 +95,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
             takes = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
             lines.append(f"memory     {teacher.name}: not estimated; vLLM takes {takes}")
     if derived.checkpoint_bytes is not None:
-        lines.append(
-            f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
-        )
+        size = _bytes(derived.checkpoint_bytes)
+        lines.append(f"disk       about {size} per checkpoint, {config.checkpoint.keep_last} kept")
     lines += [f"suggested  {line}" for line in suggestions(config, facts)]
     return lines + [f"note       {printable(note)}" for note in notes(config, facts)]
 
@@ -139,10 +137,6 @@ def _steps(config: Config, derived: DerivedSizes) -> str:
         return "number of steps not known until the data are read"
     epochs = "" if derived.epochs is None else f" = {derived.epochs:.2f} epochs"
     return f"{derived.total_steps:,} steps{epochs}"
-
-
-def _count(number: int | None) -> str:
-    return "an unknown number of" if number is None else f"{number:,}"
 
 
 def _sum(parts: Mapping[str, int]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -65,7 +66,9 @@ def write_batch_script(
     run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
     settings, script = (run / name for name in run_directory.SUBMISSION[:2])
-    save_config(_submitted(config, without_suites=bool(then)), settings)
+    ray, checkpoint = replace(config.ray, address=None), replace(config.checkpoint, resume=None)
+    evaluate = replace(config.evaluate, suites=[]) if then else config.evaluate
+    save_config(replace(config, ray=ray, checkpoint=checkpoint, evaluate=evaluate), settings)
     if points:
         lines = ["\t".join([name, *each]) for name, each in points]
         write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
@@ -91,6 +94,17 @@ def write_batch_script(
     return 0
 
 
+def require_no_batch_options(what: str, gpus_per_node: int | None, others: Mapping[str, object] | None = None) -> None:
+    """Refuses options that only a batch script has."""
+    rule, remedy = "has no effect without --dry-run", "add --dry-run to write a batch script"
+    for option, value in (others or {}).items():
+        if value:
+            raise ConfigError(option, rule, remedy=remedy)
+    if gpus_per_node is not None:
+        remedy = f"{remedy}, or leave it out: {what} takes the GPUs that its dp and tp need"
+        raise ConfigError("--gpus-per-node", rule, gpus_per_node, remedy)
+
+
 def _checked(
     path: str,
     overrides: Sequence[str],
@@ -108,15 +122,14 @@ def _checked(
         for _, settings in points or [("", [])]
     ]
     if gpus_per_node is not None and gpus_per_node < 0:
-        error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
-        checked[0].problems.append(str(error))
+        line = problem("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
+        checked[0].problems.append(line)
     configs: list[Config] = []
     problems: list[str] = []
+    further = partial(_batch_script_problems, path=path, overrides=overrides, gpus_per_node=gpus_per_node)
     for each in checked:
         try:
-            configs.append(
-                each.require_valid(lambda config: _batch_script_problems(config, path, overrides, gpus_per_node))
-            )
+            configs.append(each.require_valid(further))
         except ConfigError as error:
             problems += error.problems
     if not problems and then and not configs[0].evaluate.suites:
@@ -132,18 +145,18 @@ def _checked(
     return configs, layouts.pop()
 
 
-def _submitted(config: Config, *, without_suites: bool) -> Config:
-    ray, checkpoint = replace(config.ray, address=None), replace(config.checkpoint, resume=None)
-    submitted = replace(config, ray=ray, checkpoint=checkpoint)
-    if without_suites:
-        submitted = replace(submitted, evaluate=replace(submitted.evaluate, suites=[]))
-    return submitted
-
-
 def _write_following_evaluation(config: Config, run: Path, values: Mapping[str, str], *, tasks: int) -> str:
-    """Writes the script that evaluates the export of a run, or of each of its array; returns the command that submits it."""
-    script, where = run / EVALUATION, "{run}" if tasks else str(run)
-    _write_evaluation(script, config, _evaluation(config, where), {**values, "OUT": f"{where}/evals"}, run, tasks)
+    """Writes the script that evaluates the export of a run, or of each of its array, as the run would ask its suites at the end;
+    returns the command that submits it."""
+    script, where, asked = run / EVALUATION, "{run}" if tasks else str(run), config.evaluate
+    assert asked.data is not None
+    options = {
+        "--model": f"student={where}/export", "--suites": ",".join(asked.suites), "--data": asked.data,
+        "--out": f"{where}/evals", "--backend": asked.backend, "--tp": asked.parallel.tp, "--limit": asked.final_limit,
+        "--num-fewshot": asked.num_fewshot, "--max-new-tokens": asked.max_new_tokens, "--batch-size": asked.batch_size,
+    }  # fmt: skip
+    arguments = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    _write_evaluation(script, config, arguments, {**values, "OUT": f"{where}/evals"}, run, tasks)
     say(f"wrote     {script}")
     return _sbatch(config, script, f"--dependency={'aftercorr' if tasks else 'afterok'}:$job")
 
@@ -183,26 +196,8 @@ def _write_evaluation(
     gpus = _gpus_of_a_node(config, None)
     options = sbatch_options(config, folder, nodes=1, gpus=min(gpus, 1), folder=Path.cwd(), tasks=tasks, name="eval")
     options |= {"nodes": "1", "exclusive": None, "mem": config.slurm.mem}
-    text = fill(
-        (LAUNCH / "eval.sbatch").read_text("utf-8"),
-        options,
-        config.slurm,
-        {**values, "ARGUMENTS": shlex.join(arguments)},
-    )
-    write_atomic(script, text)
-
-
-def _evaluation(config: Config, run: str) -> list[str]:
-    """The arguments of `distill-rl eval` for the export of a run, as the run would ask its suites at the end."""
-    asked = config.evaluate
-    assert asked.data is not None
-    options = {
-        "--suites": ",".join(asked.suites), "--data": asked.data, "--out": f"{run}/evals", "--backend": asked.backend,
-        "--tp": asked.parallel.tp, "--limit": asked.final_limit, "--num-fewshot": asked.num_fewshot,
-        "--max-new-tokens": asked.max_new_tokens, "--batch-size": asked.batch_size,
-    }  # fmt: skip
-    given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
-    return ["--model", f"student={run}/export", *given]
+    template, values = (LAUNCH / "eval.sbatch").read_text("utf-8"), {**values, "ARGUMENTS": shlex.join(arguments)}
+    write_atomic(script, fill(template, options, config.slurm, values))
 
 
 def _points(arrays: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -255,7 +250,7 @@ def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], 
     if resume not in (None, "auto", "latest"):
         rule = "a batch script resumes from the newest checkpoint of its run directory only"
         remedy = "leave it out, or start that run without a batch script"
-        problems.append(str(ConfigError("--dry-run", rule, f"--resume {resume}", remedy)))
+        problems.append(problem("--dry-run", rule, f"--resume {resume}", remedy))
     needed, _ = layout(config, _gpus_of_a_node(config, gpus_per_node))
     if (config.slurm.nodes or needed) < needed:
         rule, remedy = f"must be {needed} or more, for the GPUs that the run needs", "raise it, or leave it out"
@@ -304,15 +299,10 @@ def sbatch_options(
         options["exclusive"] = None
     if not slurm.exclusive or slurm.mem_per_cpu is not None:
         options["mem"] = None
-    return (
-        options
-        | {
-            option: _in_option(str(value))
-            for option, value in given.items()
-            if value is not None and option not in options
-        }
-        | ({"mem": slurm.mem} if slurm.mem else {})
-    )
+    for option, value in given.items():
+        if value is not None:
+            options.setdefault(option, _in_option(str(value)))
+    return options | ({"mem": slurm.mem} if slurm.mem else {})
 
 
 def fill(template: str, options: Mapping[str, str | None], slurm: SlurmConfig, values: Mapping[str, str]) -> str:
@@ -346,9 +336,8 @@ def fill(template: str, options: Mapping[str, str | None], slurm: SlurmConfig, v
     for variable, value in values.items():
         assignments = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
         if len(assignments) != 1:
-            raise DistillError(
-                "launch/slurm.sbatch", f"must set {variable} on one line", f"{len(assignments)} such lines"
-            )
+            rule = f"must set {variable} on one line"
+            raise DistillError("launch/slurm.sbatch", rule, f"{len(assignments)} such lines")
         if value:
             text = text.replace(assignments[0], f"{variable}={shlex.quote(value)}", 1)
     return text

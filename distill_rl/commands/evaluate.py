@@ -6,11 +6,11 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distill_rl.errors import ConfigError, DataError, DistillError
+from distill_rl.errors import ConfigError, DataError, DistillError, problem
 from distill_rl.observe.log import get, log_file, open_console, printable, say, setup_console
 from distill_rl.system.files import name_problem
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
@@ -26,13 +26,6 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 MAX_TASKS = 10
 """A suite with more tasks is printed without them."""
-FAILURE_HEADINGS = {
-    "ungraded": "not graded",
-    "truncated": "cut off",
-    "unparsable": "no answer",
-    "too_long": "too long",
-}
-"""Failure of an item → heading of its column in the table, which is shown only if the failure occurred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +41,70 @@ class ExecutorOptions:
     deadline_s: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationRequest:
-    """The command line of `distill-rl eval`."""
+def command(**given: Any) -> int:
+    """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
 
-    models: Sequence[str]
-    """Folders, as DIR or NAME=DIR."""
-    suites: Sequence[str]
-    data: Path
-    options: Options
-    out: Path | None = None
-    executor: ExecutorOptions = field(default_factory=ExecutorOptions)
+    The entry point of `distill-rl eval`, with the options of the command line as keywords; those of `Options`, `Settings` and
+    `ExecutorOptions` have the names of the fields that they set. Sets HF_HUB_OFFLINE for this process, and handles SIGTERM,
+    SIGUSR1, SIGHUP and Ctrl-C while it runs.
 
+    Returns:
+        0; or 85 after SIGTERM, SIGUSR1 or SIGHUP: the graded items are kept in `out`, and the same command continues.
 
-def command(**options: Any) -> int:
-    """Evaluates with the options of the command line as keywords, which have the names of the fields that they set.
-
-    The entry point of `distill-rl eval`; returns the exit code and raises as `evaluate` does.
+    Raises:
+        ConfigError: bad options, unknown suites, bad data in the suites, folders without a model (all of these at
+            once), results of other settings in `out`, or an `out` that cannot be written.
+        DistillError: the evaluation failed, for instance because an actor died.
+        KeyboardInterrupt: Ctrl-C, or a second SIGTERM.
     """
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
-    if options["dry_run"]:
-        return _write_script(options)
-    if options["slurm"]:
+    if given["dry_run"]:
+        return _write_script(given)
+    if given["slurm"]:
         raise ConfigError("--slurm", "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
 
     def made(kind: type) -> Any:
-        return kind(**{entry.name: options[entry.name] for entry in fields(kind) if entry.name in options})
+        return kind(**{entry.name: given[entry.name] for entry in fields(kind) if entry.name in given})
 
-    return evaluate(
-        EvaluationRequest(
-            options["models"],
-            options["suites"],
-            options["data"],
-            options=replace(made(Options), settings=made(Settings)),
-            out=options["out"],
-            executor=made(ExecutorOptions),
-        )
-    )
+    options, where, out = replace(made(Options), settings=made(Settings)), made(ExecutorOptions), given["out"]
+    setup_console()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from distill_rl.evals.run import ConsoleProgress, evaluate_models
+
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        try:
+            with signals.at_once():
+                models, loaded = _prepare(given["models"], given["suites"], given["data"], out, options, where)
+            if out is not None:
+                try:
+                    stack.enter_context(log_file(out / "logs" / "eval.log"))
+                except OSError as error:
+                    rule, value = "must be a folder that can be written", f"{out} ({error.strerror})"
+                    raise ConfigError("--out", rule, value) from error
+            with (
+                _executor(where, signals, out) as executor,
+                # Without Ray, no Ray call swallows an exception that the signal handler raises.
+                signals.at_once() if where.shards == 0 else nullcontext(),
+            ):
+                results = evaluate_models(
+                    models, loaded, options, executor, ConsoleProgress(), signals.raise_if_stopping
+                )
+        except Preempted:
+            say("stopped; graded items are kept, and the same command continues" if out else "stopped")
+            return EXIT_PREEMPTED
+        except DistillError:
+            get("evals").info("the evaluation failed", exc_info=True)
+            raise
+    print_table(results)
+    warn_about_too_long_items(results)
+    if out is not None:
+        say(f"results   {out}")
+        if len(models) > 1:
+            say(f"compare   distill-rl report {out}")
+    return 0
 
 
 def _write_script(options: Mapping[str, Any]) -> int:
@@ -107,59 +125,9 @@ def _write_script(options: Mapping[str, Any]) -> int:
     return write_evaluation_script(options["out"], arguments, options["slurm"])
 
 
-def evaluate(request: EvaluationRequest) -> int:
-    """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
-
-    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C while it runs.
-
-    Returns:
-        0; or 85 after SIGTERM, SIGUSR1 or SIGHUP: the graded items are kept in `out`, and the same command continues.
-
-    Raises:
-        ConfigError: bad options, unknown suites, bad data in the suites, folders without a model (all of these at
-            once), results of other settings in `out`, or an `out` that cannot be written.
-        DistillError: the evaluation failed, for instance because an actor died.
-        KeyboardInterrupt: Ctrl-C, or a second SIGTERM.
-    """
-    setup_console()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from distill_rl.evals.run import ConsoleProgress, evaluate_models
-
-    with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
-        try:
-            with signals.at_once():
-                models, loaded = prepare(request)
-            if request.out is not None:
-                try:
-                    stack.enter_context(log_file(request.out / "logs" / "eval.log"))
-                except OSError as error:
-                    rule, value = "must be a folder that can be written", f"{request.out} ({error.strerror})"
-                    raise ConfigError("--out", rule, value) from error
-            with (
-                _executor(request.executor, signals, request.out) as executor,
-                # Without Ray, no Ray call swallows an exception that the signal handler raises.
-                signals.at_once() if request.executor.shards == 0 else nullcontext(),
-            ):
-                results = evaluate_models(
-                    models, loaded, request.options, executor, ConsoleProgress(), signals.raise_if_stopping
-                )
-        except Preempted:
-            say("stopped; graded items are kept, and the same command continues" if request.out else "stopped")
-            return EXIT_PREEMPTED
-        except DistillError:
-            get("evals").info("the evaluation failed", exc_info=True)
-            raise
-    print_table(results)
-    warn_about_too_long_items(results)
-    if request.out is not None:
-        say(f"results   {request.out}")
-        if len(models) > 1:
-            say(f"compare   distill-rl report {request.out}")
-    return 0
-
-
-def prepare(request: EvaluationRequest) -> tuple[list[Model], list[LoadedSuite]]:
+def _prepare(
+    models: Sequence[str], suites: Sequence[str], data: Path, out: Path | None, options: Options, where: ExecutorOptions
+) -> tuple[list[Model], list[LoadedSuite]]:
     """The models and the loaded suites of a command line, checked; no weights are read and nothing is started.
 
     Raises:
@@ -169,14 +137,14 @@ def prepare(request: EvaluationRequest) -> tuple[list[Model], list[LoadedSuite]]
     from distill_rl.evals.run import check_models
 
     problems: list[str] = []
-    models = _attempt(lambda: parse_models(request.models, request.out), problems) or []
-    _attempt(lambda: require_valid(request), problems)
-    loaded = _attempt(lambda: load_questions(request.suites, request.data, request.options), problems) or []
-    problems += without_effect(loaded, request.options)[0]
-    _attempt(lambda: check_models(models, loaded, request.options), problems)
+    opened = _attempt(lambda: parse_models(models, out), problems) or []
+    _attempt(lambda: require_valid(options, where), problems)
+    loaded = _attempt(lambda: load_questions(suites, data, options), problems) or []
+    problems += without_effect(loaded, options)[0]
+    _attempt(lambda: check_models(opened, loaded, options), problems)
     if problems:
         raise ConfigError.many(dict.fromkeys(map(_as_option, problems)))
-    return models, loaded
+    return opened, loaded
 
 
 def _as_option(line: str) -> str:
@@ -223,10 +191,10 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
             resolved = path.resolve()
             name = resolved.parent.name if resolved.name == "export" else resolved.name
         if broken := "must not begin with a dot" if name.startswith(".") else name_problem(name):
-            problems.append(str(ConfigError("--model", f"a name {broken}", argument, "give NAME=DIR")))
+            problems.append(problem("--model", f"a name {broken}", argument, "give NAME=DIR"))
         elif name in folders:
             clash = f"{folders[name]} and {path} are both called {name}"
-            problems.append(str(ConfigError("--model", "must have different names", clash, "give NAME=DIR")))
+            problems.append(problem("--model", "must have different names", clash, "give NAME=DIR"))
         folders[name] = path
     if problems:
         raise ConfigError.many(problems)
@@ -234,32 +202,31 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
     return [Model(name, path, out and (out if single else out / name)) for name, path in folders.items()]
 
 
-def require_valid(request: EvaluationRequest) -> None:
+def require_valid(options: Options, executor: ExecutorOptions) -> None:
     """Checks --shards, --deadline, --gpus-per-shard, --tp and --ray-address of a command line.
 
     Raises:
         ConfigError: numbers out of range or options that exclude each other; all at once.
     """
-    executor, ranks = request.executor, request.options.settings.tensor_parallel
-    gpus = executor.gpus_per_shard
+    ranks, gpus = options.settings.tensor_parallel, executor.gpus_per_shard
     problems = []
     if executor.shards < 0:
-        problems.append(ConfigError("--shards", "must be 0 or more", executor.shards))
+        problems.append(problem("--shards", "must be 0 or more", executor.shards))
     if not 0 < executor.deadline_s < math.inf:
-        problems.append(ConfigError("--deadline", "must be greater than 0", executor.deadline_s))
+        problems.append(problem("--deadline", "must be greater than 0", executor.deadline_s))
     if gpus is not None and not (0 < gpus <= 1 or (math.isfinite(gpus) and gpus > 1 and gpus == int(gpus))):
-        problems.append(ConfigError("--gpus-per-shard", "must be a fraction of a GPU, or a whole number", gpus))
-    if ranks > 1 and request.options.backend == "hf" and executor.shards == 0:
+        problems.append(problem("--gpus-per-shard", "must be a fraction of a GPU, or a whole number", gpus))
+    if ranks > 1 and options.backend == "hf" and executor.shards == 0:
         rule = "the backend hf splits a model over Ray actors, and --shards 0 starts none"
-        problems.append(ConfigError("--tp", rule, ranks, "set --shards to 1 or more"))
+        problems.append(problem("--tp", rule, ranks, "set --shards to 1 or more"))
     if gpus is not None and (ranks > 1 or not executor.shards):
         reason = "--tp decides" if ranks > 1 else "--shards 0 takes the first GPU"
-        problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
+        problems.append(problem("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
     if executor.address is not None and executor.shards == 0:
         remedy = "leave it out, or set --shards to 1 or more"
-        problems.append(ConfigError("--ray-address", "has no effect with --shards 0", executor.address, remedy))
+        problems.append(problem("--ray-address", "has no effect with --shards 0", executor.address, remedy))
     if problems:
-        raise ConfigError.many(map(str, problems))
+        raise ConfigError.many(problems)
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
@@ -287,6 +254,8 @@ def print_table(results: Results) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from distill_rl.evals.results import num_ungraded
+
     rows: list[tuple[str, str, str, Mapping[str, Any]]] = []
     for model, suites in results.items():
         for suite, result in suites.items():
@@ -294,19 +263,24 @@ def print_table(results: Results) -> None:
             tasks = result["per_task"]
             if 1 < len(tasks) <= MAX_TASKS:
                 rows += [("", "", task, part) for task, part in tasks.items()]
-    failures = [name for name in FAILURE_HEADINGS if any(_count(part, name) for *_, part in rows)]
+    failures: dict[str, list[int]] = {
+        "not graded": [num_ungraded(part["outcomes"]) for *_, part in rows],
+        "cut off": [part["truncated"] for *_, part in rows],
+        "no answer": [part["outcomes"]["unparsable"] for *_, part in rows],
+        "too long": [part["outcomes"]["too_long"] for *_, part in rows],
+    }
+    occurred = {heading: counts for heading, counts in failures.items() if any(counts)}
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("model", "suite", "task"):
         table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 % interval", "items", *(FAILURE_HEADINGS[name] for name in failures)):
+    for heading in ("score", "95 % interval", "items", *occurred):
         table.add_column(heading, justify="right", no_wrap=True)
-    for *names, part in rows:
+    for i, (*names, part) in enumerate(rows):
         low, high = part["interval"]
         figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]
-        counts = [f"{_count(part, name):,}" for name in failures]
+        counts = [f"{numbers[i]:,}" for numbers in occurred.values()]
         table.add_row(*(escape(printable(name)) for name in names), *figures, *counts)
-    console = open_console(120)
-    console.print(table)
+    open_console(120).print(table)
 
 
 def warn_about_too_long_items(results: Results) -> None:
@@ -320,21 +294,3 @@ def warn_about_too_long_items(results: Results) -> None:
             if count:
                 what = f"{count} of {result['num_items']} items of {suite} do not fit into the positions of {model}"
                 say(f"warning: {what} and count as wrong; fewer worked examples (--num-fewshot) may help")
-
-
-def _count(part: Mapping[str, Any], name: str) -> int:
-    """Number of items of a result that failed in this way (a key of FAILURE_HEADINGS)."""
-    from distill_rl.evals.results import num_ungraded
-
-    if name == "ungraded":
-        return num_ungraded(part["outcomes"])
-    return part["truncated"] if name == "truncated" else part["outcomes"][name]
-
-
-def print_suites() -> None:
-    """Prints name and title of the built-in suites, one line each."""
-    from distill_rl.evals.suites.registry import SUITES
-
-    width = max(map(len, SUITES))
-    for name, suite in SUITES.items():
-        print(f"{name:<{width}}  {suite.title}")

@@ -111,6 +111,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
     import torch
 
     from distill_rl.config.schema import ParallelConfig
+    from distill_rl.models.export import MAX_FILE_BYTES
     from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
@@ -120,17 +121,11 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
     student = replace(wanted.config.student, parallel=ParallelConfig(), quantization=None)
     tokenizer = tokenizer_of(student)
     dtypes = {"as_stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
-    form: dict[str, object] = {"dtype": dtypes[wanted.dtype]}
-    if wanted.max_file_bytes is not None:
-        form["max_file_bytes"] = wanted.max_file_bytes
+    form = {"dtype": dtypes[wanted.dtype], "max_file_bytes": wanted.max_file_bytes or MAX_FILE_BYTES}
     world = open_world(rank=0, dp=1, tp=1)
     try:
-        engine = StudentEngine(
-            replace(wanted.config, student=student),
-            world,
-            vocabulary_size=vocabulary_size(tokenizer),
-            total_steps=max(step, 1),
-        )
+        config, size = replace(wanted.config, student=student), vocabulary_size(tokenizer)
+        engine = StudentEngine(config, world, vocabulary_size=size, total_steps=max(step, 1))
         engine.load(source.student)
         engine.export(wanted.folder, tokenizer, wanted.card(step, source.state.fingerprints["data"]), **form)
     finally:
@@ -149,8 +144,14 @@ def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
         return None
     if wanted.max_file_bytes is not None and _exceeds(wanted.folder, wanted.max_file_bytes):
         return None
-    step, newest = held.get("step"), checkpoints.newest_step(wanted.paths.checkpoints)
-    asked = newest if checkpoint == "latest" else _number(wanted, checkpoint)
+    asked: int | None = -1
+    if checkpoint == "latest":
+        asked = checkpoints.newest_step(wanted.paths.checkpoints)
+    elif checkpoint == "best":
+        asked = _store(wanted).best().state.train.step
+    elif (number := checkpoint.removeprefix("step-")).isdecimal():
+        asked = int(number)
+    step = held.get("step")
     matches = isinstance(step, int) and held.get("dtype") == wanted.dtype and asked in (step, None)
     return step if matches else None
 
@@ -159,12 +160,8 @@ def _exceeds(folder: Path, size: int) -> bool:
     """Whether a file of several tensors is larger than `size`."""
     from safetensors import safe_open
 
-    for file in folder.glob("*.safetensors"):
-        if file.stat().st_size > size:
-            with safe_open(file, framework="np") as tensors:
-                if len(tensors.keys()) > 1:
-                    return True
-    return False
+    large = (file for file in folder.glob("*.safetensors") if file.stat().st_size > size)
+    return any(len(safe_open(file, framework="np").keys()) > 1 for file in large)
 
 
 def _renew_card(wanted: _Export, step: int) -> None:
@@ -197,14 +194,6 @@ def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
     if newest is None:
         raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
     return newest
-
-
-def _number(wanted: _Export, checkpoint: str) -> int:
-    """The step of a checkpoint that is not `latest`; -1 if it is no step."""
-    if checkpoint == "best":
-        return _store(wanted).best().state.train.step
-    number = checkpoint.removeprefix("step-")
-    return int(number) if number.isdecimal() else -1
 
 
 def _store(wanted: _Export) -> checkpoints.CheckpointStore:

@@ -49,15 +49,14 @@ def follow(runs: Sequence[Path], *, once: bool) -> int:
         print(f"fault     {printable(faults[-1])}")
     if once:
         return 0
-    log, metrics, step, total = known.log, known.metrics, known.step, known.total
-    with closing(ProgressSink(total, start_step=step)) as progress:
+    with closing(ProgressSink(known.total, start_step=known.step)) as progress:
         while True:
             alive = _state(run).startswith("running")  # before the last lines are read
-            for line in log.lines():
+            for line in known.log.lines():
                 print(printable(line), flush=True)
                 if (total := _total([line])) is not None:
                     progress.expect(total)
-            for line in metrics.lines():
+            for line in known.metrics.lines():
                 record = json.loads(line)
                 progress.write(record.pop("step"), {name: value for name, value in record.items() if value is not None})
             if not alive:

@@ -114,23 +114,19 @@ def _read(path: str, overrides: Sequence[str], rows: int | None, chosen: Sequenc
     return config
 
 
-@dataclass(frozen=True, slots=True)
 class _Tokens:
-    """All tokens of a document on one side."""
+    """All tokens of a document on one side: ids, int32 [n], and the characters that each covers.
 
-    tokenizer: Any
-    text: str
-    ids: np.ndarray
-    """int32 [n]"""
-    spans: np.ndarray
-    """int64 [n, 2]: the characters that each token covers; an empty span stands behind the token before it"""
+    Args:
+        spans: as the tokenizer reports them, which may lack that of an eos at the end.
+    """
 
-    @classmethod
-    def of(cls, tokenizer: Any, text: str, ids: np.ndarray, spans: np.ndarray) -> _Tokens:
-        """Tokens with the spans that the tokenizer reports, which may lack that of an eos at the end."""
+    def __init__(self, tokenizer: Any, text: str, ids: np.ndarray, spans: np.ndarray):
+        self.tokenizer, self.text, self.ids = tokenizer, text, ids
         spans = np.concatenate([spans.reshape(-1, 2), np.zeros((len(ids) - len(spans), 2), np.int64)])
         ends = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
-        return cls(tokenizer, text, ids, np.where(spans[:, :1] < spans[:, 1:], spans, ends[:, None]))
+        self.spans = np.where(spans[:, :1] < spans[:, 1:], spans, ends[:, None])
+        """int64 [n, 2]; an empty span stands behind the token before it"""
 
     def places(self, pieces: Sequence[np.ndarray]) -> list[tuple[int, int]]:
         """For the tokens that rows hold of the document, piece by piece: how many of its tokens come before them, and
@@ -168,80 +164,37 @@ class _Tokens:
                 "start": left - begin + shift,
                 "end": right - begin + shift,
             }
-            for id, (left, right) in zip(held.tolist(), spans.tolist())
+            for id, left, right in np.column_stack([held, spans]).tolist()
         ]
         return self.text[begin:end], tokens
 
 
-class _Texts:
-    """Reads the texts of documents as the run does, to know which characters every token covers."""
-
-    def __init__(self, builder: BatchBuilder):
-        self._builder = builder
-        self._encoder = cache(TextEncoder)
-
-    def read(self, document: Mapping[str, Any]) -> tuple[_Tokens, dict[int, _Tokens]]:
-        """All tokens of a document: the student's, and those of teachers with their own tokenizer that are asked for it."""
-        tokenization, teachers = self._builder.tokenization, self._builder.teachers
-        made = DocumentAligner(tokenization, teachers, dict.fromkeys(teachers, 1)).tokenize(document)
-        if made.student is None:
-            ids = made.encoded.input_ids
-            if "messages" in document:
-                text = tokenization.render(document)[0]
-                spans = tokenization.tokens(document, text)[1]
-            else:
-                text = document["text"]
-                read = tokenization.tokenizer(text, return_offsets_mapping=True, verbose=False)
-                spans = np.array(read["offset_mapping"], np.int64)
-            return _Tokens.of(tokenization.tokenizer, text, ids, spans), {}
-
-        def tokens(tokenizer: Any, side: Tokenized) -> _Tokens:
-            """One side, as an aligner reads it."""
-            spans = self._encoder(tokenizer).offsets(side.text)[1] if side.offsets is None else side.offsets
-            return _Tokens.of(tokenizer, side.text, side.ids, spans)
-
-        theirs = {i: tokens(teachers[i].tokenizer, side) for i, side in made.teachers.items()}
-        return tokens(tokenization.tokenizer, made.student), theirs
-
-    def taken_out(self, document: Mapping[str, Any]) -> np.ndarray:
-        """bool [tokens]: which of the student's tokens are not learnt because of a key of their message (SWITCHES)."""
-        encode = self._builder.tokenization.encode_all
-        learnt = encode(document).label_mask
-        if not any(key in message for message in document.get("messages", ()) for key in SWITCHES):
-            return np.zeros_like(learnt)
-        kept = [{k: v for k, v in message.items() if k not in SWITCHES} for message in document["messages"]]
-        return encode({**document, "messages": kept}).label_mask & ~learnt
-
-
-@dataclass(frozen=True, slots=True)
 class _Arrays:
-    """The rows of a batch as workers get them, of all ranks and sub-batches in order; every value at the token it is about."""
+    """The rows of a batch as workers get them, of all ranks and sub-batches in order; every value at the token it is about.
 
-    ids: np.ndarray
-    """int32 [R, S]"""
-    labels: np.ndarray
-    """int32 [R, S]"""
-    chunks: dict[int, tuple[np.ndarray, np.ndarray]]
-    """int32 [R, S], int32 [R, St], by index of the teacher: the chunk of every token, −1 for none"""
+    Args:
+        parts: the student's rows that `BatchBuilder.assemble` returns, where a value is at the prediction of its token.
+    """
 
-    @classmethod
-    def of(cls, parts: Sequence[Sequence[RankBatch]]) -> _Arrays:
-        """From the student's rows that `BatchBuilder.assemble` returns, where a value is at the prediction of its token."""
+    def __init__(self, parts: Sequence[Sequence[RankBatch]]):
         in_order = sorted(chain.from_iterable(parts), key=lambda part: part.first_row)
 
         def at_tokens(arrays: Iterable[np.ndarray], fill: int) -> np.ndarray:
             """Moves values to the tokens; the first of a row, which is not predicted, gets `fill`."""
             return np.pad(np.concatenate([*arrays])[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
-        chunks = {}
+        self.ids = np.concatenate([part.rows.input_ids for part in in_order])
+        """int32 [R, S]"""
+        self.labels = at_tokens((part.rows.labels for part in in_order), IGNORE_INDEX)
+        """int32 [R, S]"""
+        self.chunks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """int32 [R, S], int32 [R, St], by index of the teacher: the chunk of every token, −1 for none"""
         for i in range(len(in_order[0].teachers)):
             if found := [rows for part in in_order if (rows := part.teachers[i].chunks) is not None]:
-                chunks[i] = (
+                self.chunks[i] = (
                     at_tokens((rows.student for rows in found), -1),
                     at_tokens((rows.teacher for rows in found), -1),
                 )
-        labels = at_tokens((part.rows.labels for part in in_order), IGNORE_INDEX)
-        return cls(np.concatenate([part.rows.input_ids for part in in_order]), labels, chunks)
 
 
 @dataclass
@@ -252,38 +205,33 @@ class _RowSide:
     tokens: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
 class _Document:
-    """A document, and which of its tokens rows hold."""
+    """A document of a batch, and which of its tokens rows hold.
 
-    row: Row
-    weights: Sequence[float] | None
-    left_out: list[str]
-    """What chat templates leave out."""
-    sides: dict[int, _Tokens]
-    """All tokens of STUDENT, and of teachers by index."""
-    held: dict[int, dict[int, tuple[np.ndarray, tuple[int, int]]]]
-    """For each side, by index of the piece: its tokens, and their place."""
-    taken_out: np.ndarray
-    """bool [tokens]: which of the student's a key of their message takes out of what is learnt."""
+    Args:
+        sides: all tokens of STUDENT, and of teachers by index.
+        taken_out: bool [tokens]: which of the student's a key of their message takes out of what is learnt.
+        first: index of its first piece in the batch.
+    """
 
-    @classmethod
-    def of(cls, texts: _Texts, document: Mapping[str, Any], aligned: AlignedDocument, first: int) -> _Document:
-        """A document of a batch.
-
-        Args:
-            first: index of its first piece.
-        """
-        student, teachers = texts.read(document)
-        sides = {STUDENT: student, **teachers}
-        held = {}
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        aligned: AlignedDocument,
+        sides: dict[int, _Tokens],
+        taken_out: np.ndarray,
+        first: int,
+    ):
+        self.row, self.weights, self.sides, self.taken_out = row_of(document), weights_of(document), sides, taken_out
+        self.left_out = list(aligned.pieces[0].encoded.left_out)
+        """What chat templates leave out."""
+        self.held: dict[int, dict[int, tuple[np.ndarray, tuple[int, int]]]] = {}
+        """For each side, by index of the piece: its tokens, and their place."""
         for i, side in sides.items():
             ids = [
                 piece.encoded.input_ids if i == STUDENT else piece.alignments[i].teacher_ids for piece in aligned.pieces
             ]
-            held[i] = dict(enumerate(zip(ids, side.places(ids)), first))
-        left_out = list(aligned.pieces[0].encoded.left_out)
-        return cls(row_of(document), weights_of(document), left_out, sides, held, texts.taken_out(document))
+            self.held[i] = dict(enumerate(zip(ids, side.places(ids)), first))
 
     def add(self, i: int, piece: int, side: _RowSide) -> int:
         """Adds what a row holds to a side of it; returns the number of the document's tokens before that."""
@@ -294,24 +242,24 @@ class _Document:
         return place[0]
 
 
-@dataclass
 class _Viewer:
-    """Makes rows as the run does, and describes them."""
+    """Makes rows as the run does, and describes them.
 
-    run: OpenedRun
-    packed: bool
-    notes: list[str] = field(default_factory=list)
-    """Documents that the run leaves out."""
-    problems: list[str] = field(default_factory=list)
-    """Documents at which the run would end, one line each."""
+    Args:
+        packed: as the run packs them; otherwise every document alone.
+    """
 
-    def __post_init__(self) -> None:
-        config = self.run.config
+    def __init__(self, run: OpenedRun, *, packed: bool):
+        self.run, self.packed = run, packed
+        self.notes: list[str] = []
+        """Documents that the run leaves out."""
+        self.problems: list[str] = []
+        """Documents at which the run would end, one line each."""
         # A template that leaves something out is shown, even where the run refuses it.
         self._builder = self._open("warn")
         self._strict = cache(lambda: self._open("fail"))
-        self._texts = _Texts(self._builder)
-        self._names = [teacher.name for teacher in config.running_teachers]
+        self._encoder = cache(TextEncoder)
+        self._names = [teacher.name for teacher in run.config.running_teachers]
 
     def _open(self, unrendered: Any) -> BatchBuilder:
         """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""
@@ -326,6 +274,37 @@ class _Viewer:
         ]
         student = (self.run.student.tokenizer, self.run.student.stops)
         return make_builder(config, self.run.train.kind, plan, student, teachers)
+
+    def _tokens(self, document: Mapping[str, Any]) -> dict[int, _Tokens]:
+        """All tokens of a document: STUDENT's, and those of teachers with their own tokenizer that are asked for it, by index."""
+        tokenization, teachers = self._builder.tokenization, self._builder.teachers
+        made = DocumentAligner(tokenization, teachers, dict.fromkeys(teachers, 1)).tokenize(document)
+        if made.student is None:
+            if "messages" in document:
+                text = tokenization.render(document)[0]
+                spans = tokenization.tokens(document, text)[1]
+            else:
+                text = document["text"]
+                read = tokenization.tokenizer(text, return_offsets_mapping=True, verbose=False)
+                spans = np.array(read["offset_mapping"], np.int64)
+            return {STUDENT: _Tokens(tokenization.tokenizer, text, made.encoded.input_ids, spans)}
+
+        def tokens(tokenizer: Any, side: Tokenized) -> _Tokens:
+            """One side, as an aligner reads it."""
+            spans = self._encoder(tokenizer).offsets(side.text)[1] if side.offsets is None else side.offsets
+            return _Tokens(tokenizer, side.text, side.ids, spans)
+
+        student = {STUDENT: tokens(tokenization.tokenizer, made.student)}
+        return student | {i: tokens(teachers[i].tokenizer, side) for i, side in made.teachers.items()}
+
+    def _taken_out(self, document: Mapping[str, Any]) -> np.ndarray:
+        """bool [tokens]: which of the student's tokens are not learnt because of a key of their message (SWITCHES)."""
+        encode = self._builder.tokenization.encode_all
+        learnt = encode(document).label_mask
+        if not any(key in message for message in document.get("messages", ()) for key in SWITCHES):
+            return np.zeros_like(learnt)
+        kept = [{k: v for k, v in message.items() if k not in SWITCHES} for message in document["messages"]]
+        return encode({**document, "messages": kept}).label_mask & ~learnt
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
         """Yields the first rows of the run, up to a batch at which it would end."""
@@ -350,9 +329,10 @@ class _Viewer:
         parts = train.sources if isinstance(train, Mixture) else (train,)
         total = sum(part.rows_in_all for part in parts)
         where = "data.sources" if isinstance(train, Mixture) else "data.path"
-        places = [bisect_left(range(len(train)), number, key=train.row_number) for number in numbers]
-        problems = []
-        for number, place in zip(numbers, places):
+        places, problems = [], []
+        for number in numbers:
+            place = bisect_left(range(len(train)), number, key=train.row_number)
+            places.append(place)
             if not 0 <= number < total:
                 rule = f"must be 0 or more and below {total:,}, the number of rows of {where}"
                 problems.append(problem("--row", rule, number, "rows are counted from 0"))
@@ -370,19 +350,22 @@ class _Viewer:
         if not batch:
             return
         self.notes += [f"row {each.bad.row} is left out: {each.bad.reason}" for each in batch if each.bad]
-        self.notes += [
-            f"row {each.row} is left out: the store of a teacher does not have it"
-            for each in batch
-            if not each.is_stored
-        ]
+        missing = "is left out: the store of a teacher does not have it"
+        self.notes += [f"row {each.row} {missing}" for each in batch if not each.is_stored]
         members = self._builder.members(batch)
-        arrays = _Arrays.of(self._builder.assemble(0, Cursor(), [batch])[1])
+        arrays = _Arrays(self._builder.assemble(0, Cursor(), [batch])[1])
         order = sorted(range(len(members)), key=lambda row: 0 if self.packed else members[row])
-        pieces = [piece for each in batch for piece in each.pieces]
-        owner = [i for i, each in enumerate(batch) for _ in each.pieces]
-        described = cache(lambda i: _Document.of(self._texts, *kept[i], first=owner.index(i)))
+        pieces = [(i, piece) for i, each in enumerate(batch) for piece in each.pieces]
+        owners = [i for i, _ in pieces]
+
+        @cache
+        def described(i: int) -> _Document:
+            document, aligned = kept[i]
+            sides, taken_out = self._tokens(document), self._taken_out(document)
+            return _Document(document, aligned, sides, taken_out, first=owners.index(i))
+
         for row in order:
-            held = [(described(owner[piece]), piece) for piece in members[row] if len(pieces[piece].encoded.input_ids)]
+            held = [(described(owners[j]), j) for j in members[row] if len(pieces[j][1].encoded.input_ids)]
             if held:
                 yield self._row(arrays, row, held)
 
@@ -430,6 +413,7 @@ class _Viewer:
         chunks = {self._names[i]: arrays.chunks[i][0][row] for i in teachers}
         for each, (document, _) in zip(listed, held):
             self._explain(tokens, each, chunks, document.taken_out)
+        aligners = {i: self._builder.teachers[i].aligner for i in teachers}
         return {
             "source": listed[0]["source"],
             "row": listed[0]["row"],
@@ -441,7 +425,8 @@ class _Viewer:
                     "text": side.text,
                     "tokens": side.tokens,
                     "chunks": _chunks(
-                        [sides[row] for sides in arrays.chunks[i]], self._special_ids(i), tokens, side.tokens
+                        (tokens, arrays.chunks[i][0][row], aligners[i].student.special),
+                        (side.tokens, arrays.chunks[i][1][row], aligners[i].teacher.special),
                     ),
                 }
                 for i, side in teachers.items()
@@ -449,11 +434,6 @@ class _Viewer:
             "left_out": list(dict.fromkeys(chain.from_iterable(each["left_out"] for each in listed))),
             "documents": listed,
         }
-
-    def _special_ids(self, teacher: int) -> tuple[np.ndarray, np.ndarray]:
-        """bool [ids] of the student and of a teacher: special tokens, which stand in chunks only where a text or turn ends."""
-        aligner = self._builder.teachers[teacher].aligner
-        return aligner.student.special, aligner.teacher.special
 
     def _explain(
         self,
@@ -467,13 +447,17 @@ class _Viewer:
         data, roles = self.run.config.data, self._builder.tokenization.roles
         setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
         outside = "not the assistant's" if roles == ("assistant",) else f"not of {' or '.join(roles)}"
+        left_to = (
+            "only cross-entropy trains it" if self.run.config.loss.ce_weight else "nothing trains it (loss.ce_weight=0)"
+        )
         first, of_piece = document["start_token"], document["tokens_before"] > 0
         for j in range(first, document["end_token"]):
             token = tokens[j]
             if token["label"]:
-                missing = [name for name, numbers in chunks.items() if numbers[j] < 0]
-                if missing:
-                    token["why"] = f"in no chunk of teacher {' or '.join(missing)}{self._left_to(missing, document)}"
+                if missing := [name for name, numbers in chunks.items() if numbers[j] < 0]:
+                    token["why"] = f"in no chunk of teacher {' or '.join(missing)}"
+                    if len(missing) + len(document["not_asked"]) >= len(self._names):
+                        token["why"] += f": {left_to}"
             elif j == first:
                 token["why"] = f"first token of {'a later piece of ' if of_piece else ''}the document"
             elif of_piece and token["start"] == token["end"] == tokens[first]["start"]:
@@ -482,16 +466,6 @@ class _Viewer:
                 token["why"] = f"taken out by its message ({', '.join(SWITCHES[:-1])} or {SWITCHES[-1]})"
             else:
                 token["why"] = f"{outside} ({setting})"
-
-    def _left_to(self, missing: Sequence[str], document: Mapping[str, Any]) -> str:
-        """What trains a labelled token that these teachers do not, if no teacher does."""
-        if len(missing) + len(document["not_asked"]) < len(self._names):
-            return ""
-        return (
-            ": only cross-entropy trains it"
-            if self.run.config.loss.ce_weight
-            else ": nothing trains it (loss.ce_weight=0)"
-        )
 
     def _source(self, row: Row) -> str:
         """The path of a document's data, or the name of its source."""
@@ -502,23 +476,23 @@ class _Viewer:
         return next(name for name, count in counts.items() if count)
 
 
-def _chunks(
-    numbers: Sequence[np.ndarray],
-    special: Sequence[np.ndarray],
-    student: Sequence[Mapping[str, Any]],
-    teacher: Sequence[Mapping[str, Any]],
-) -> list[list[Any]]:
+_ChunkSide = tuple[Sequence[Mapping[str, Any]], np.ndarray, np.ndarray]
+"""The tokens of a side of a row; int32 [n], the chunk of every token or −1; bool [ids], which ids are special tokens. These
+stand in chunks only where a text or turn ends."""
+
+
+def _chunks(student: _ChunkSide, teacher: _ChunkSide) -> list[list[Any]]:
     """The chunks of a row: the student's tokens, the teacher's, and the kind: 1:1, 1:n, n:1, m:n, or stop."""
-    # Of each side, `numbers` are int32 [n], the chunk of every token or −1, and `special` is bool [ids].
     found = []
-    for chunk in range(int(numbers[0].max(initial=-1)) + 1):
-        ranges = [np.flatnonzero(of_side == chunk)[[0, -1]] + [0, 1] for of_side in numbers]
-        sizes = [int(stop - start) for start, stop in ranges]
-        kind = f"{'1' if sizes[0] == 1 else 'm' if sizes[1] > 1 else 'n'}:{'1' if sizes[1] == 1 else 'n'}"
-        ends = zip(special, (student, teacher), ranges)
-        if kind == "1:1" and all(flags[tokens[start]["id"]] for flags, tokens, (start, _) in ends):
-            kind = "stop"
-        found.append([*(each.tolist() for each in ranges), kind])
+    for chunk in range(int(student[1].max(initial=-1)) + 1):
+        ranges, ends = [], []
+        for tokens, numbers, special in (student, teacher):
+            start, stop = np.flatnonzero(numbers == chunk)[[0, -1]].tolist()
+            ranges.append([start, stop + 1])
+            ends.append(special[tokens[start]["id"]])
+        ours, theirs = (stop - start for start, stop in ranges)
+        kind = f"{'1' if ours == 1 else 'm' if theirs > 1 else 'n'}:{'1' if theirs == 1 else 'n'}"
+        found.append([*ranges, "stop" if kind == "1:1" and all(ends) else kind])
     return found
 
 
@@ -551,9 +525,8 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
         table = Table(box=None, pad_edge=False)
         for heading in ("student", printable(name), "kind"):
             table.add_column(Text(heading))
-        for *ranges, kind in teacher["chunks"][:CHUNKS_SHOWN]:
-            sides = zip((row, teacher), ranges)
-            table.add_row(*(Text(_cell(side["text"], side["tokens"][slice(*each)])) for side, each in sides), kind)
+        for ours, theirs, kind in teacher["chunks"][:CHUNKS_SHOWN]:
+            table.add_row(Text(_cell(row, ours)), Text(_cell(teacher, theirs)), kind)
         console.print(table)
         if len(teacher["chunks"]) > CHUNKS_SHOWN:
             line("", f"and {len(teacher['chunks']) - CHUNKS_SHOWN:,} more chunks; --json prints all")
@@ -614,9 +587,10 @@ def _texts_of(text: str, tokens: Sequence[Mapping[str, Any]], at: int) -> Iterat
         at = max(at, token["end"])
 
 
-def _cell(text: str, tokens: Sequence[Mapping[str, Any]]) -> str:
+def _cell(side: Mapping[str, Any], chunk: Sequence[int]) -> str:
     """The text of the tokens of a chunk, with marks for blanks and between tokens."""
-    return "|".join(_visible(part).replace(" ", "␣") for part in _texts_of(text, tokens, tokens[0]["start"]))
+    tokens = side["tokens"][slice(*chunk)]
+    return "|".join(_visible(part).replace(" ", "␣") for part in _texts_of(side["text"], tokens, tokens[0]["start"]))
 
 
 def _visible(text: str, newline: str = "↵") -> str:

@@ -47,23 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    add = _command(
-        commands,
-        "train",
-        "train.train",
-        "train a student, validate it, export it",
-        "Train, validate and export a student.",
-    )
+    summary, description = "train a student, validate it, export it", "Train, validate and export a student."
+    add = _command(commands, "train", "train.train", summary, description)
     _add_config_and_overrides(add)
     _add_resume(add)
     add("--clean", action="store_true", help="delete the contents of the run directory and start over")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="only write the resolved configuration and a Slurm batch script into the run directory",
-    )
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
-    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    _add_dry_run(add, " into the run directory")
     array_help = "for --dry-run: one run for each value, or, if given again, for each combination, as an array of jobs"
     add("--array", dest="arrays", action="append", default=[], metavar="KEY=A,B", help=array_help)
     then_help = "for --dry-run: a second script, which evaluates the export when the run is done"
@@ -73,31 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
         "problem found. Changes nothing."
     )
-    _add_config_and_overrides(
-        _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
-    )
+    summary = "print the resolved configuration and derived sizes"
+    _add_config_and_overrides(_command(commands, "check", "check.check", summary, description))
 
-    _add_inspect(commands)
-    _add_plan(commands)
-    _add_quickstart(commands)
-    _add_try(commands)
-    _add_store(commands)
-    _add_service(commands)
-    _add_eval(commands)
-    _add_align(commands)
-    _add_verify(commands)
-    _add_export_and_report(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
-    """Adds a command and returns `add_argument` of its parser, which adds its options."""
-    parser = commands.add_parser(name, help=summary, description=description)
-    parser.set_defaults(command=function)
-    return parser.add_argument
-
-
-def _add_inspect(commands: Any) -> None:
     description = (
         "Show rows as they will be trained on: every token, which of them are learnt and why the others are not, where "
         "documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat template "
@@ -112,34 +79,23 @@ def _add_inspect(commands: Any) -> None:
     add("--tokens", action="store_true", help="one line per token, with the reason for every token without a label")
     add("--json", dest="as_json", action="store_true", help="one JSON object per row, with everything")
 
-
-def _add_plan(commands: Any) -> None:
-    add = _command(
-        commands,
-        "plan",
-        "plan.plan",
-        "which split of a cluster's GPUs suits a configuration",
+    description = (
         "Predict step time, goodput and memory of every split of a cluster between teacher and student, and print the "
-        "settings of the best. Starts nothing.",
+        "settings of the best. Starts nothing."
     )
+    summary = "which split of a cluster's GPUs suits a configuration"
+    add = _command(commands, "plan", "plan.plan", summary, description)
     _add_config_and_overrides(add)
     add("--gpus", type=int, required=True, metavar="N", help="GPUs of the cluster")
     add("--card", choices=("h100", "h200"), default="h100", help="default: %(default)s")
     add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
 
-
-def _add_quickstart(commands: Any) -> None:
     description = (
         "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
         "compare the two. Takes about two minutes; needs no GPU and no download."
     )
-    add = _command(
-        commands,
-        "quickstart",
-        "quickstart.quickstart",
-        "a whole distillation in miniature, in about two minutes",
-        description,
-    )
+    summary = "a whole distillation in miniature, in about two minutes"
+    add = _command(commands, "quickstart", "demo.quickstart", summary, description)
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
     add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
     real_help = "pretrained models (SmolLM2, fetched once, 89 MiB) and real text; takes some twenty minutes"
@@ -155,15 +111,13 @@ def _add_quickstart(commands: Any) -> None:
     add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
     add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
 
-
-def _add_try(commands: Any) -> None:
     description = (
         "Try two models on a text, without a configuration: check the pair, choose method and settings, train the student "
         "with the teacher and for the same time without it, and compare both on text that was held out, in bits per byte. "
         "Writes the student, a report, the result and the YAML file to go on with into one folder."
     )
     summary = "is this teacher worth it? a short training with and without it, no YAML"
-    add = _command(commands, "try", "trial.trial", summary, description)
+    add = _command(commands, "try", "demo.trial", summary, description)
     add("student", metavar="STUDENT", help="folder of the model to train, or its name on the hub")
     add("teacher", metavar="TEACHER", help="the same for a larger model, which may have another tokenizer")
     add("text", metavar="TEXT", help="text or chats: a file, a folder or a glob, as data.path accepts them")
@@ -177,34 +131,23 @@ def _add_try(commands: Any) -> None:
     add("--clean", action="store_true", help="delete an earlier trial in the folder")
     add("overrides", nargs="*", metavar="key=value", help="settings in place of those chosen, e.g. optimizer.lr=1e-4")
 
-
-def _add_store(commands: Any) -> None:
     description = (
         "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
         "number of students can be trained without them (docs/store.md). The same command continues after a stop."
     )
-    add = _command(
-        commands, "capture", "capture.capture", "store the teachers' targets, for training later", description
-    )
+    summary = "store the teachers' targets, for training later"
+    add = _command(commands, "capture", "train.capture", summary, description)
     _add_config_and_overrides(add)
     add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
-    add("--dry-run", action="store_true", help="only write the resolved configuration and a Slurm batch script")
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
-    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    _add_dry_run(add)
 
     store = commands.add_parser("store", help="describe, verify, merge and export stores of targets")
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
-    add = _command(
-        actions, "info", "store.info", "print what a store holds", "Print teacher, contents, size and retained mass."
-    )
+    description = "Print teacher, contents, size and retained mass."
+    add = _command(actions, "info", "store.info", "print what a store holds", description)
     add("store", type=Path, metavar="STORE", help="folder of the store")
-    add = _command(
-        actions,
-        "verify",
-        "store.verify",
-        "compare all checksums",
-        "Read all of a store; exits with 2 if it is damaged.",
-    )
+    description = "Read all of a store; exits with 2 if it is damaged."
+    add = _command(actions, "verify", "store.verify", "compare all checksums", description)
     add("store", type=Path, metavar="STORE", help="folder of the store")
     description = "Copy the targets of several stores of one teacher into one, each piece once."
     add = _command(actions, "merge", "store.merge", "put several stores together", description)
@@ -215,8 +158,6 @@ def _add_store(commands: Any) -> None:
     add("store", type=Path, metavar="STORE", help="folder of the store")
     add("--out", required=True, type=Path, metavar="DIR", help="new folder for the files")
 
-
-def _add_service(commands: Any) -> None:
     description = (
         "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
         "on a file system that the cluster shares. See docs/operations.md, Service."
@@ -246,8 +187,6 @@ def _add_service(commands: Any) -> None:
     for add in (submit, status, logs, stop):
         add("--address", metavar="URL", help=address_help)
 
-
-def _add_eval(commands: Any) -> None:
     description = "Score model folders on evaluation suites, offline. The same command continues after a stop."
     add = _command(commands, "eval", "evaluate.command", "score models on evaluation suites", description)
     # fmt: off
@@ -282,8 +221,6 @@ def _add_eval(commands: Any) -> None:
         help="for --dry-run: settings of the section slurm, such as account=me time=02:00:00")
     # fmt: on
 
-
-def _add_align(commands: Any) -> None:
     description = (
         "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
         "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
@@ -303,8 +240,6 @@ def _add_align(commands: Any) -> None:
     verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
     add("--verify", action="store_true", help=verify_help)
 
-
-def _add_verify(commands: Any) -> None:
     verify = commands.add_parser("verify", help="measure what quantised weights cost a teacher")
     actions = verify.add_subparsers(title="actions", metavar="ACTION", required=True)
     description = (
@@ -319,8 +254,6 @@ def _add_verify(commands: Any) -> None:
     add("--full", metavar="DIR", help=full_help)
     add("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
 
-
-def _add_export_and_report(commands: Any) -> None:
     description = (
         "Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to. Uploading takes "
         "the login of the hub's own tools: HF_TOKEN, or `hf auth login`."
@@ -360,6 +293,14 @@ def _add_export_and_report(commands: Any) -> None:
     add("paths", metavar="PATH", nargs="+", type=Path, help=paths_help)
     add("-o", "--out", metavar="FILE", type=Path, help="the HTML file to write")
     add("--baseline", metavar="NAME", help="model that the others are compared with; default: the first")
+    return parser
+
+
+def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
+    """Adds a command and returns `add_argument` of its parser, which adds its options."""
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.set_defaults(command=function)
+    return parser.add_argument
 
 
 def _add_config_and_overrides(add: Callable[..., Any]) -> None:
@@ -368,6 +309,14 @@ def _add_config_and_overrides(add: Callable[..., Any]) -> None:
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
     overrides_help = "settings that override the file, e.g. train.steps=100"
     add("overrides", nargs="*", metavar="key=value", help=overrides_help)
+
+
+def _add_dry_run(add: Callable[..., Any], where: str = "") -> None:
+    """Adds --dry-run and --gpus-per-node to a command, through its `add_argument`."""
+    dry_run_help = f"only write the resolved configuration and a Slurm batch script{where}"
+    add("--dry-run", action="store_true", help=dry_run_help)
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
+    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
 
 def _add_resume(add: Callable[..., Any]) -> None:
@@ -387,7 +336,9 @@ class _ListSuites(argparse.Action):
     """Prints the built-in suites and ends the process with 0."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        from distill_rl.commands.evaluate import print_suites
+        from distill_rl.evals.suites.registry import SUITES
 
-        print_suites()
+        width = max(map(len, SUITES))
+        for name, suite in SUITES.items():
+            print(f"{name:<{width}}  {suite.title}")
         parser.exit()

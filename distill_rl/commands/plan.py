@@ -53,17 +53,13 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
 def _require_sizes(config: Config, facts: Facts) -> None:
     teachers = config.running_teachers
     if len(teachers) != 1 or teachers[0].backend != "hf":
-        rule, found = (
-            "must be one teacher with backend hf, for a plan",
-            ", ".join(each.backend for each in teachers) or "none",
-        )
-        raise ConfigError("teachers", rule, found, "plan with one of them, as teachers.0")
+        rule, found = "must be one teacher with backend hf, for a plan", ", ".join(each.backend for each in teachers)
+        raise ConfigError("teachers", rule, found or "none", "plan with one of them, as teachers.0")
     known = {"student.model": facts.student, "teachers.0.model": facts.teachers[0].model if facts.teachers else None}
     for key, model in known.items():
         if model is None:
-            raise ConfigError(
-                key, "must be a folder, or a model on the hub that can be reached, so that its sizes are known"
-            )
+            rule = "must be a folder, or a model on the hub that can be reached, so that its sizes are known"
+            raise ConfigError(key, rule)
 
 
 def _print(config: Config, facts: Facts, cluster: Cluster, found: Sequence[Prediction]) -> None:
@@ -73,25 +69,16 @@ def _print(config: Config, facts: Facts, cluster: Cluster, found: Sequence[Predi
     if facts.step is not None:
         batch = f"{rows:,} documents: {facts.step}, by a sample"
     console.print(f"cluster    {cluster.gpus} × {cluster.rates.name}, {cluster.per_node} per node; a batch is {batch}")
-    headings = (
-        "GPUs",
-        "student dp × tp",
-        "teacher dp × tp",
-        "micro-batch",
-        "step",
-        "teacher",
-        "student",
-        "memory",
-        "goodput",
-    )
-    table = Table(*headings, "tokens/s that count", box=box.SIMPLE)
+    split = ("GPUs", "student dp × tp", "teacher dp × tp", "micro-batch")
+    figures = ("step", "teacher", "student", "memory", "goodput", "tokens/s that count")
+    table = Table(*split, *figures, box=box.SIMPLE)
     for one in _varied(found):
-        split = one.split
+        of = one.split
         table.add_row(
-            "shared" if split.shared else f"{split.student_gpus} + {split.teacher_gpus}",
-            f"{split.student_dp} × {split.student_tp}",
-            f"{split.teacher_dp} × {split.teacher_tp}",
-            str(split.micro_batch),
+            "shared" if of.shared else f"{of.student_gpus} + {of.teacher_gpus}",
+            f"{of.student_dp} × {of.student_tp}",
+            f"{of.teacher_dp} × {of.teacher_tp}",
+            str(of.micro_batch),
             *(f"{seconds:.2f} s" for seconds in (one.step, one.teacher.total, one.student.total)),
             f"{one.memory:.0%}",
             f"{one.goodput:.2%}",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
     """
     from distill_rl.evals import compare
 
+    write: Callable[[], object]
     paths = [run for path in paths for run in _runs_of(path)]
     if all((path / "metrics.jsonl").is_file() for path in paths):
         from distill_rl.observe.report.report import write_report
@@ -57,8 +58,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
         evaluation = compare.of_run(first, others, baseline)
         if others:
             _print_runs(paths)
-        with _writing(target):
-            write_report(first, comparisons=others, evaluation=evaluation, out=target)
+        write = partial(write_report, first, comparisons=others, evaluation=evaluation, out=target)
     else:
         from distill_rl.observe.report.page import write_comparison
 
@@ -67,8 +67,12 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
             raise DataError.many(evaluation.problems)
         print_scores(evaluation)
         target = out or paths[0] / COMPARISON
-        with _writing(target):
-            write_comparison(evaluation, target)
+        write = partial(write_comparison, evaluation, target)
+    try:
+        write()
+    except OSError as error:
+        rule = "must be a file that can be written"
+        raise ConfigError(str(target), rule, error.strerror, "choose another with --out") from error
     say(f"report    {target}")
     return 0
 
@@ -105,17 +109,6 @@ def _print_runs(paths: Sequence[Path]) -> None:
     for name, row in rows.items():
         table.add_row(escape(name), *(row.get(column, "") for column in columns))
     open_console(WIDE).print(table)
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Turns an OSError inside the block into a ConfigError which says that `target` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            str(target), "must be a file that can be written", error.strerror, "choose another with --out"
-        ) from error
 
 
 def print_scores(evaluation: Evaluation) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
 
 from distill_rl.config.paths import absolute
 from distill_rl.config.save import require_no_secret, save_config
@@ -19,11 +18,9 @@ from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.run.run_directory import paths_of
 from distill_rl.service import runs
+from distill_rl.service.client import Service
 from distill_rl.service.runs import JobRun
 from distill_rl.system.signals import EXIT_PREEMPTED
-
-if TYPE_CHECKING:
-    from distill_rl.service.client import Service
 
 _POLL_S, _LONGEST_POLL_S = 0.5, 5.0
 """Interval of requests for the log. It grows while nothing new arrives, because Ray sends the whole log every time."""
@@ -50,10 +47,9 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
         WorkerError: the cluster cannot carry out the request.
     """
     setup_console()
-    checked = gather(path, [*overrides, "ray.address=auto"], clean=False, ask=False)
+    checked = gather(path, [*overrides, "ray.address=auto"], ask=False)
     config = absolute(checked.require_valid(_cluster_problems))
-    service = _service(address)
-    name = config.run.name
+    service, name = Service(address), config.run.name
     submission_id, attempt = runs.next_submission(service.jobs(), name)
     file = submission_file(config, submission_id)
     save_config(config, file)
@@ -87,7 +83,7 @@ def status(name: str | None, *, address: str | None) -> int:
     Raises:
         ConfigError: no cluster, or no run of this name.
     """
-    jobs = _service(address).jobs()
+    jobs = Service(address).jobs()
     listed = [runs.find(jobs, name)] if name else list(runs.runs(jobs).values())
     none = ["no runs since this cluster was started; earlier ones by their folders: distill-rl follow RUN.DIR/*"]
     for line in runs.table(listed) if listed else none:
@@ -103,7 +99,7 @@ def logs(name: str, *, address: str | None, follow: bool) -> int:
     Raises:
         ConfigError: no cluster, or no run of this name.
     """
-    service = _service(address)
+    service = Service(address)
     run = runs.find(service.jobs(), name)
     if follow:
         return _follow(service, run)
@@ -123,7 +119,7 @@ def stop(name: str, *, address: str | None, now: bool, deadline_s: float) -> int
     Raises:
         ConfigError: no cluster, or no run of this name.
     """
-    service = _service(address)
+    service = Service(address)
     run = runs.find(service.jobs(), name)
     if run.ended:
         say(f"{run.name} has already ended: {run.state}")
@@ -171,13 +167,6 @@ def _withdraw(service: Service, file: Path) -> None:
     with suppress(DistillError):
         if not any(file.name in job.entrypoint for job in service.jobs()):
             file.unlink(missing_ok=True)
-
-
-def _service(address: str | None) -> Service:
-    """The service at an address, imported only here since it needs Ray's job client."""
-    from distill_rl.service.client import Service
-
-    return Service(address)
 
 
 def _environment(config: Config) -> dict[str, str]:

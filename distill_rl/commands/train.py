@@ -1,13 +1,17 @@
-"""distill-rl train: checks the input and runs it, or writes a batch script."""
+"""distill-rl train and capture: check the input and run it, or write a batch script."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from distill_rl.commands.dry_run import write_batch_script
+from distill_rl.commands.dry_run import require_no_batch_options, write_batch_script
+from distill_rl.config.capture import to_capture
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say, setup_console, status
-from distill_rl.preflight import gather
+from distill_rl.preflight import Checked, gather
 from distill_rl.run import run, stop
 from distill_rl.system.signals import Signals
 
@@ -19,8 +23,8 @@ def train(
     clean: bool,
     dry_run: bool,
     gpus_per_node: int | None,
-    arrays: Sequence[str] = (),
-    then: str | None = None,
+    arrays: Sequence[str],
+    then: str | None,
 ) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
@@ -35,21 +39,61 @@ def train(
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
-    for option, value in (("--array", arrays), ("--then", then)):
-        if value and not dry_run:
-            raise ConfigError(option, "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
-    if gpus_per_node is not None and not dry_run:
-        remedy = "add --dry-run to write a batch script, or leave it out: a run takes the GPUs that its dp and tp need"
-        raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
         return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, arrays=arrays, then=then)
+    require_no_batch_options("a run", gpus_per_node, {"--array": arrays, "--then": then})
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))
+        checked = gather(path, overrides, clean=clean, say=_say_of_data)
         opened = checked.require_run()
     for note in checked.notes:
         say(f"note      {note}")
     command = stop.command_line(path, overrides)
     return run.train(opened, checked.facts, Signals(), clean=clean, command=command)
+
+
+def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
+    """Stores the targets of a configuration's documents that `out` lacks, and returns the exit code of the process.
+
+    They are those of `run.capture`.
+
+    Args:
+        out: folder of the store, or of one store per teacher; made if it does not exist.
+        dry_run, gpus_per_node: as of `train`.
+
+    Raises:
+        DistillError: bad input (all problems at once), or the error that ended the capture.
+    """
+    out = out.expanduser().absolute()
+    if dry_run:
+        change = partial(to_capture, out=out)
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, change=change, store=out)
+    require_no_batch_options("a capture", gpus_per_node)
+    setup_console()
+    with status(f"checking  {path}"):
+        checked = gather_capture(path, out, overrides)
+        opened = checked.require_run()
+    for note in checked.notes:
+        say(f"note      {note}")
+    return run.capture(opened, checked.facts, Signals(), out)
+
+
+def gather_capture(
+    source: str | Path | Mapping[str, Any],
+    out: Path,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Checked:
+    """Reads, validates and inspects the configuration of a capture; otherwise as `gather`.
+
+    Args:
+        out: the absolute path of the store.
+    """
+    change = partial(to_capture, out=out)
+    return gather(source, overrides, settings, say=_say_of_data, change=change, trains=False)
+
+
+def _say_of_data(text: str) -> None:
+    say(f"data      {text}")

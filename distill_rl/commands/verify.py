@@ -12,15 +12,14 @@ from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.data.reading.sources import open_source
-from distill_rl.errors import ConfigError, DataError
+from distill_rl.errors import DataError, problem
 from distill_rl.observe.log import printable, say, setup_console, status
 from distill_rl.preflight import gather
 from distill_rl.run.opened import OpenedRun
+from distill_rl.system.files import write_json
 
 if TYPE_CHECKING:
     from distill_rl.teacher.comparison import TeacherComparison
-
-    pass
 
 
 def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None, out: Path | None) -> int:
@@ -53,14 +52,10 @@ def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None,
     for settings, tokenizer, vocabulary_size in _quantized(run, checked.facts):
         documents = _documents(run, tokenizer, rows)
         say(f"comparing {settings.name} with and without quantization: {settings.quantization}, on {device}")
-        comparison = compare(
-            config, settings, documents, vocabulary_size=vocabulary_size, device=device, full=full
-        )  # fmt: skip
+        comparison = compare(config, settings, documents, vocabulary_size=vocabulary_size, device=device, full=full)
         print("\n".join(map(printable, lines(comparison))))
         found.append(asdict(comparison) | {"device": device.type})
     if out is not None:
-        from distill_rl.system.files import write_json
-
         write_json(out, {"teachers": found})
     return 0
 
@@ -88,16 +83,16 @@ def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
     teachers = [settings for settings in config.running_teachers if _is_quantized(settings)]
     stored = [settings.name for settings in teachers if settings.quantization == AS_STORED]
     if rows < 1:
-        yield str(ConfigError("--rows", "must be 1 or more", rows))
+        yield problem("--rows", "must be 1 or more", rows)
     if not teachers:
         remedy = "for example teachers.0.quantization=int8"
-        yield str(ConfigError("teachers[].quantization", "a teacher must have it, to be compared", None, remedy))
+        yield problem("teachers[].quantization", "a teacher must have it, to be compared", None, remedy)
     if stored and full is None:
         rule = f"needs the original weights of {stored[0]}, which its quantised checkpoint does not hold"
-        yield str(ConfigError("--full", rule, "not given", "name their folder"))
+        yield problem("--full", rule, "not given", "name their folder")
     if full is not None and (len(stored) != 1 or len(teachers) != 1):
         rule = "names the original weights of the one teacher with quantization as_stored"
-        yield str(ConfigError("--full", rule, full, "leave it out, or compare that teacher alone"))
+        yield problem("--full", rule, full, "leave it out, or compare that teacher alone")
 
 
 def _is_quantized(settings: TeacherConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from distill_rl.align.chats import text_of
 from distill_rl.config.schema import DataConfig
@@ -124,17 +125,11 @@ class BitsBatch:
 def batches(documents: Sequence[EncodedText], length: int) -> Iterator[BitsBatch]:
     """Yields the documents in rows of at most `length` tokens, and about BATCH_TOKENS positions at a time."""
     for rows in _batches(sorted(_windows(documents, length), key=lambda window: -len(window.ids))):
-        longest = len(rows[0].ids)
-        ids, targets = np.zeros((2, len(rows), longest), dtype=np.int64)
-        counted = np.zeros((len(rows), longest), dtype=bool)
-        for i, row in enumerate(rows):
-            size = len(row.ids)
-            ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
-        lengths = tuple(len(row.ids) for row in rows)
-        owners = np.repeat([row.document for row in rows], counted.sum(axis=1))
-        yield BitsBatch(
-            torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(targets[counted]), owners, lengths
-        )
+        ids = pad_sequence([torch.from_numpy(row.ids) for row in rows], batch_first=True)
+        counted = pad_sequence([torch.from_numpy(row.counted) for row in rows], batch_first=True)
+        targets = np.concatenate([row.targets[row.counted] for row in rows])
+        owners = np.repeat([row.document for row in rows], counted.sum(dim=1).numpy())
+        yield BitsBatch(ids, counted, torch.from_numpy(targets), owners, tuple(len(row.ids) for row in rows))
 
 
 def _windows(documents: Sequence[EncodedText], length: int) -> Iterator[_Window]:

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from distill_rl.align.chats import text_of
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files.hub import unwritten_beginning
+from distill_rl.models.files.hub import read_config, tokenizer_of, unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
+from distill_rl.system.processes import end_with
 
 if TYPE_CHECKING:
     from distill_rl.demo.bits import EncodedText
@@ -52,6 +53,17 @@ class Reading:
     """Most tokens of a text that count; None: all."""
     same: bool
     """Whether the teacher reads the student's tokens, as in the training."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """A tokenizer, and what it reads."""
+
+    tokenizer: Any
+    rows: int
+    """How many of its ids have an embedding row."""
+    texts: list[EncodedText] = field(default_factory=list)
+    """The held-out documents, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,7 @@ class TrialFindings:
     models: Mapping[str, Measured]
 
 
-def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int) -> TrialFindings:
+def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int | None = None) -> TrialFindings:
     """Measures models, one after another.
 
     Args:
@@ -106,31 +118,25 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
     Raises:
         DistillError: a model or the text cannot be read, or memory is too small.
     """
-    from distill_rl.system.processes import end_with
-
-    end_with(parent)
-    return find(config, subjects, reading)
-
-
-def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> TrialFindings:
-    """As `measure`, in this process."""
-    from distill_rl.models.files.hub import read_config, tokenizer_of
-
+    if parent is not None:
+        end_with(parent)
     models: list[StudentConfig | TeacherConfig] = [config.student, config.teachers[0]]
     rows = [read_config(each.model, each.revision, quantized=each.may_be_quantized).vocab_size for each in models]
-    readers = [(tokenizer_of(models[0]), min(rows))] if reading.same else [*zip(map(tokenizer_of, models), rows)]
-    documents, encoded = readable(held_out(config), readers, config, reading.longest)
+    readers = [Reader(tokenizer_of(models[0]), min(rows))]
+    if not reading.same:
+        readers = [Reader(tokenizer_of(models[0]), rows[0]), Reader(tokenizer_of(models[1]), rows[1])]
+    documents = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
-        reader, _ = readers[-1 if subject.teacher else 0]
-        begins = reader if subject.begin and "text" in documents[0] else None
+        reader = readers[-1 if subject.teacher else 0]
+        begins = reader.tokenizer if subject.begin and "text" in documents[0] else None
         with _memory_in_one_line(subject):
             if subject.teacher:
                 teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
-                found[subject.name] = _teacher(teacher, begins, encoded[-1], reading.length)
+                found[subject.name] = _teacher(teacher, begins, reader.texts, reading.length)
             else:
-                found[subject.name] = _student(subject.folder, begins, encoded[0], prompts, reading.length)
+                found[subject.name] = _student(subject.folder, begins, reader.texts, prompts, reading.length)
     return TrialFindings(prompts, found)
 
 
@@ -217,13 +223,13 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
 
 
 def readable(
-    documents: Sequence[Mapping[str, Any]], readers: Sequence[tuple[Any, int]], config: Config, longest: int | None
-) -> tuple[list[Mapping[str, Any]], list[list[EncodedText]]]:
-    """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
-    As in the training, those are left out that have a token for which a model has no embedding row.
+    documents: Sequence[Mapping[str, Any]], readers: Sequence[Reader], config: Config, longest: int | None
+) -> list[Mapping[str, Any]]:
+    """The documents in which student and teacher predict something, which each of `readers` reads; all models are measured on
+    these. As in the training, those are left out that have a token for which a model has no embedding row.
 
     Args:
-        readers: the student's tokenizer and, if it is another, the teacher's; and how many of its ids have a row.
+        readers: the student's tokenizer and, if it is another, the teacher's.
         longest: most of the student's tokens of a text, of which the rest is left out; None: not limited.
 
     Raises:
@@ -232,23 +238,22 @@ def readable(
     from distill_rl.demo import bits
 
     kept: list[Mapping[str, Any]] = []
-    encoded: list[list[EncodedText]] = [[] for _ in readers]
     for document in documents:
         try:
-            beginning = bits.beginning(readers[0][0], document, longest)
-            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer, _ in readers]
+            beginning = bits.beginning(readers[0].tokenizer, document, longest)
+            read = [(reader, bits.encode(reader.tokenizer, beginning, config.data)) for reader in readers]
         except DataError:
             if config.data.bad_rows == "skip":
                 continue
             raise
-        if all(one.num_bytes and one.counted.any() and one.ids.max() < rows for one, (_, rows) in zip(read, readers)):
+        if all(text.num_bytes and text.counted.any() and text.ids.max() < reader.rows for reader, text in read):
             kept.append(beginning)
-            for ours, one in zip(encoded, read):
-                ours.append(one)
+            for reader, text in read:
+                reader.texts.append(text)
     if not kept:
         rule = "some document that is held out must have a token that is predicted and trained on"
         raise DataError("TEXT", rule, f"none in {len(documents)}", "give more text, or longer documents")
-    return kept, encoded
+    return kept
 
 
 def make_prompts(documents: Sequence[Mapping[str, Any]]) -> tuple[Prompt, ...]:

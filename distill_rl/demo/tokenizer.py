@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distill_rl.demo.recipe import DIGITS, TASKS, WORDS
@@ -67,28 +65,18 @@ _PIECES = Kind(
     _TURN_TEMPLATE, ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>"), pad="<|pad|>", eos="<|end|>", vocab_size=352
 )
 _STEMS = 400
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "words": Kind(_ARROW_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
-        "lines": Kind(_LINE_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
-        # Words have two or three tokens, and some digits two with their space: two fifths of the chunks are 1:1.
-        "pieces": _PIECES,
-        # The same, but most words have one token.
-        "stems": replace(_PIECES, vocab_size=_STEMS),
-        # The tokens of `stems`, and the template and special tokens of `lines`.
-        "stem lines": Kind(
-            _LINE_TEMPLATE, ("<eos>", "<bos>", "<pad>"), pad="<pad>", bos="<bos>", eos="<eos>", vocab_size=_STEMS
-        ),
-        # As `pieces`, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
-        "turns": Kind(
-            _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),
-            ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|endoftext|>"),
-            pad="<|pad|>",
-            eos="<|endoftext|>",
-            vocab_size=353,
-        ),
-    }
-)
+KINDS = {
+    "words": Kind(_ARROW_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
+    "lines": Kind(_LINE_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
+    # Words have two or three tokens, and some digits two with their space: two fifths of the chunks are 1:1.
+    "pieces": _PIECES,
+    # The same, but most words have one token.
+    "stems": replace(_PIECES, vocab_size=_STEMS),
+    # The tokens of `stems`, and the template and special tokens of `lines`.
+    "stem lines": Kind(
+        _LINE_TEMPLATE, ("<eos>", "<bos>", "<pad>"), pad="<pad>", bos="<bos>", eos="<eos>", vocab_size=_STEMS
+    ),
+}
 
 
 def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerFast:
@@ -96,7 +84,7 @@ def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerF
     left.
 
     Text that does not occur in the tasks is split into bytes, so any text round-trips. `words` and `lines` have one
-    token for every word, digit and sign of the tasks, with and without a space before it. `pieces` and `turns` have
+    token for every word, digit and sign of the tasks, with and without a space before it. `pieces` has
     other ids, other special tokens, and several tokens per word.
 
     Args:

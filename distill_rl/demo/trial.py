@@ -24,10 +24,10 @@ from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
 from distill_rl.demo.measure import BEGUN, Measured, Prompt, Subject, TrialFindings, measure
-from distill_rl.demo.pair import (
+from distill_rl.demo.runs import WITHOUT_TEACHER, ChildRun, figures, run_all
+from distill_rl.demo.trial_setup import (
     FEWEST_HELD_OUT,
     WITHOUT,
-    WITHOUT_TEACHER,
     TrialPair,
     TrialPaths,
     TrialRequest,
@@ -38,7 +38,6 @@ from distill_rl.demo.pair import (
     examine,
     write_configuration,
 )
-from distill_rl.demo.runs import ChildRun, figures, run_all
 from distill_rl.evals.compare import of_run
 from distill_rl.models.files.hub import ADVICE
 from distill_rl.observe.log import open_console, printable, say, status
@@ -46,7 +45,6 @@ from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json
 from distill_rl.system.processes import call_in_child
 from distill_rl.system.signals import requests
-from distill_rl.types import RunPaths
 
 # The result of a trial: bits per byte of four models on the same text, and whether the teacher made a difference.
 
@@ -86,16 +84,12 @@ class BitsDifference:
             return f"Too little text to tell whether the teacher helped: {held}; give more documents."
         interval = f"(95 % interval {self.low:+.3f} to {self.high:+.3f})"
         if self.low > 0:
-            return (
-                f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same steps without it {interval}."
-            )
-        if self.high < 0:
-            return (
-                f"The teacher did harm: {-self.saved:.3f} bits per byte more than the same steps without it {interval}."
-            )
-        return (
-            f"No difference that this much held-out text could show: {self.saved:+.3f} bits per byte saved {interval}."
-        )
+            found = f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same steps without it"
+        elif self.high < 0:
+            found = f"The teacher did harm: {-self.saved:.3f} bits per byte more than the same steps without it"
+        else:
+            found = f"No difference that this much held-out text could show: {self.saved:+.3f} bits per byte saved"
+        return f"{found} {interval}."
 
 
 def difference(taught: Measured, control: Measured, seed: int = 0) -> BitsDifference:
@@ -122,19 +116,14 @@ def print_result(
     some = models[BEFORE]
     title = f"Bits per byte on {len(some.bits):,} held-out documents, {sum(some.num_bytes):,} bytes (less is better)"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("model", no_wrap=True)
-    table.add_column("bits per byte", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("training", no_wrap=True)
+    for heading in ("model", "bits per byte", "", "training"):
+        table.add_column(heading, justify="right" if heading == "bits per byte" else "left", no_wrap=True)
     most = max(measured.bits_per_byte for measured in models.values())
     for name, label in ROWS.items():
-        value, training = models[name].bits_per_byte, trainings.get(name)
+        value, told = models[name].bits_per_byte, ""
         bar = "█" * max(1, round(_BAR * value / most))
-        told = (
-            ""
-            if training is None
-            else f"{training['steps']:,} step{'' if training['steps'] == 1 else 's'} in {training['seconds']:.0f} s"
-        )
+        if training := trainings.get(name):
+            told = f"{training['steps']:,} step{'' if training['steps'] == 1 else 's'} in {training['seconds']:.0f} s"
         table.add_row(label, f"{value:.3f}", bar, told, style="bold" if name == TAUGHT else None)
     console = open_console(110)
     console.print()
@@ -228,9 +217,8 @@ def _introduce(request: TrialRequest, pair: TrialPair) -> None:
     epochs = pair.config.train.epochs
     cap = "" if epochs is None else f" (at most {epochs:g} passes over the text)"
     if request.steps is not None:
-        say(
-            f"time      {request.length} with the teacher, {request.length} without it{cap}; each says how long it will take"
-        )
+        time_taken = f"{request.length} without it{cap}; each says how long it will take"
+        say(f"time      {request.length} with the teacher, {time_taken}")
         return
     total = 2 * request.minutes + OVERHEAD_S / 60
     say(
@@ -261,7 +249,7 @@ def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
 
 def _train(paths: TrialPaths) -> int:
     """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
-    control = (f"run.name={WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
+    control = (f"run.name={WITHOUT}", *WITHOUT_TEACHER)
     # The configuration of the first training, once it has ended, has the steps that its minutes have become.
     for what, run, configuration, overrides in (
         ("with the teacher", paths.taught, paths.configuration, ()),
@@ -271,9 +259,7 @@ def _train(paths: TrialPaths) -> int:
             continue
         begun = "--resume" if run.checkpoints.exists() and any(run.checkpoints.iterdir()) else "--clean"
         command = ("train", "-c", os.fspath(configuration), begun, *overrides)
-        if code := run_all(
-            [ChildRun(command, what, f"the training {what}")], {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1
-        ):
+        if code := run_all([ChildRun(command, what, f"the training {what}")], {"RAY_USAGE_STATS_ENABLED": "0"}):
             return code
     return 0
 
@@ -284,10 +270,38 @@ def _conclude(request: TrialRequest, pair: TrialPair, paths: TrialPaths, found: 
     config = replace(pair.config, train=trained.train, schedule=trained.schedule)
     write_configuration(paths.configuration, config, _comments(request, pair))
     shutil.rmtree(paths.control.checkpoints, ignore_errors=True)
-    trainings = {TAUGHT: _training(paths.taught), CONTROL: _training(paths.control)}
+    trainings: dict[str, dict[str, Any]] = {}
+    for name, run in ((TAUGHT, paths.taught), (CONTROL, paths.control)):
+        done = figures(run.metrics)
+        trainings[name] = {"steps": done.steps, "seconds": round(done.seconds, 2)}
     outcome = difference(models[TAUGHT], models[CONTROL], request.seed)
     seconds = time.perf_counter() - start
-    write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))
+    result = {
+        "version": __version__,
+        "student": request.student,
+        "teacher": request.teacher,
+        "text": request.text,
+        "minutes": request.minutes if request.steps is None else None,
+        "steps": request.steps,
+        "seed": request.seed,
+        "method": pair.method,
+        "bits_per_byte": {name: models[name].bits_per_byte for name in ROWS},
+        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
+        "verdict": outcome.verdict,
+        "held_out": {"documents": len(models[BEFORE].bits), "bytes": sum(models[BEFORE].num_bytes)},
+        "trainings": trainings,
+        "samples": [
+            {
+                "prompt": prompt.shown,
+                "text": prompt.reference,
+                **{name: measured.samples[i] for name, measured in models.items() if measured.samples},
+            }
+            for i, prompt in enumerate(found.prompts)
+        ],
+        "export": os.fspath(paths.taught.export.absolute()),
+        "seconds": round(seconds, 1),
+    }
+    write_json(paths.result, result)
     evaluation = of_run(paths.taught.root, [paths.control.root])
     write_report(paths.taught.root, evaluation=evaluation, comparisons=[paths.control.root], out=paths.report)
     print_result(models, outcome, trainings)
@@ -312,45 +326,6 @@ def longer_training(config: Config, steps: int) -> list[str]:
     return overrides + (["schedule.steps=null"] if config.schedule.steps is None else [])
 
 
-def _result(
-    request: TrialRequest,
-    pair: TrialPair,
-    paths: TrialPaths,
-    found: TrialFindings,
-    outcome: BitsDifference,
-    trainings: Mapping[str, Mapping[str, Any]],
-    seconds: float,
-) -> dict[str, Any]:
-    """The contents of result.json."""
-    models = found.models
-    some = models[BEFORE]
-    return {
-        "version": __version__,
-        "student": request.student,
-        "teacher": request.teacher,
-        "text": request.text,
-        "minutes": request.minutes if request.steps is None else None,
-        "steps": request.steps,
-        "seed": request.seed,
-        "method": pair.method,
-        "bits_per_byte": {name: models[name].bits_per_byte for name in ROWS},
-        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
-        "verdict": outcome.verdict,
-        "held_out": {"documents": len(some.bits), "bytes": sum(some.num_bytes)},
-        "trainings": dict(trainings),
-        "samples": [
-            {
-                "prompt": prompt.shown,
-                "text": prompt.reference,
-                **{name: measured.samples[i] for name, measured in models.items() if measured.samples},
-            }
-            for i, prompt in enumerate(found.prompts)
-        ],
-        "export": os.fspath(paths.taught.export.absolute()),
-        "seconds": round(seconds, 1),
-    }
-
-
 def _comments(request: TrialRequest, pair: TrialPair) -> list[str]:
     """The comment above the settings."""
     command = ["distill-rl", "try", request.student, request.teacher, request.text]
@@ -360,12 +335,6 @@ def _comments(request: TrialRequest, pair: TrialPair) -> list[str]:
     if request.out != default_out(request.student, request.teacher):
         command += ["--out", os.fspath(request.out)]
     return [f"Chosen by `{shlex.join([*command, *request.overrides])}`:", "", *pair.reasons]
-
-
-def _training(run: RunPaths) -> dict[str, Any]:
-    """Steps, and seconds of them, of a training that has ended."""
-    found = figures(run.metrics)
-    return {"steps": found.steps, "seconds": round(found.seconds, 2)}
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         for entry in paths.root.iterdir() if clean else ():
             if entry.name not in (_LOCK, _JOB_LOCK):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        paths = replace(paths, attempt=_attempt(paths.root / "logs"))
+        paths = RunPaths(paths.root, _attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
         paths.queue.unlink(missing_ok=True)  # of a start that was killed in the queue
         if paths.bad_rows.exists() and not in_use(paths.root):

@@ -121,11 +121,8 @@ class Service:
         try:
             yield
         except AuthenticationError as error:
-            rule, remedy = (
-                "rejects your token",
-                "set RAY_AUTH_TOKEN_PATH to the token that the cluster was started with",
-            )
-            raise ConfigError(f"the Ray cluster at {self.address}", rule, remedy=remedy) from error
+            remedy = "set RAY_AUTH_TOKEN_PATH to the token that the cluster was started with"
+            raise ConfigError(f"the Ray cluster at {self.address}", "rejects your token", remedy=remedy) from error
         except (ConnectionError, requests.RequestException) as error:
             raise _unreachable(self.address, type(error).__name__) from error
         except RuntimeError as error:
@@ -140,9 +137,8 @@ def _client_class() -> Any:
         import requests  # noqa: F401
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
-        raise ConfigError(
-            "Ray's Jobs API", "needs the extra `dashboard`", str(error), install_extra("dashboard")
-        ) from None
+        rule, remedy = "needs the extra `dashboard`", install_extra("dashboard")
+        raise ConfigError("Ray's Jobs API", rule, str(error), remedy) from None
     logging.getLogger("ray").setLevel(logging.ERROR)
 
     class OurJobsClient(JobSubmissionClient):
@@ -185,11 +181,9 @@ def _require_locked(address: str) -> None:
     except requests.RequestException as error:
         raise _unreachable(address, type(error).__name__) from None
     if answer.ok:
-        raise ConfigError(
-            f"the Ray cluster at {address}",
-            "must require a token: it runs jobs of anyone who can reach it",
-            remedy="start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to use it anyway",
-        )
+        rule = "must require a token: it runs jobs of anyone who can reach it"
+        remedy = "start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to use it anyway"
+        raise ConfigError(f"the Ray cluster at {address}", rule, remedy=remedy)
 
 
 def _unreachable(address: str, reason: str) -> ConfigError:

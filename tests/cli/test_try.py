@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
-from distill_rl.demo import pair
+from distill_rl.demo import trial_setup
 from distill_rl.models.attention import installed
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, records
 from tests.helpers.corpus import write_corpus
@@ -158,7 +158,7 @@ def large(tmp_path_factory) -> Path:
 def test_models_that_do_not_fit_are_refused_with_their_sizes(material, tmp_path, monkeypatch):
     """On a machine with 64 KiB of memory."""
     monkeypatch.setattr("distill_rl.preflight.total_bytes", lambda: 2**16)
-    monkeypatch.setattr(pair, "total_bytes", lambda: 2**16)
+    monkeypatch.setattr(trial_setup, "total_bytes", lambda: 2**16)
     models = material.root / "student", material.root / "teacher"
     ended = distill_rl_in_process("try", *models, material.root / "corpus.jsonl", "--out", tmp_path / "out")
     assert ended.code == 2

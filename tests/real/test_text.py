@@ -20,7 +20,7 @@ from distill_rl.align.chats import Chat
 from distill_rl.align.verify import check_alignment, check_chats
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig
 from distill_rl.data.batch.tokenization import Tokenization
-from distill_rl.demo.measure import Reading, Subject, find
+from distill_rl.demo.measure import Reading, Subject, measure
 from distill_rl.demo.real import RealMaterial, documents
 from distill_rl.errors import DataError
 from tests.helpers.align import DATA
@@ -59,7 +59,7 @@ def test_bits_per_byte_of_a_trial(folder: Path, tmp_path: Path) -> None:
     config.data = DataConfig(path=str(tmp_path / "text.jsonl"))
     config.data.validation.path = str(tmp_path / "text.jsonl")
     subjects = [Subject("teacher", folder, teacher=True), Subject("student", folder)]
-    found = find(config, subjects, Reading(512, None, same=True))
+    found = measure(config, subjects, Reading(512, None, same=True))
     wanted = bits_per_byte(folder, texts)
     print(f"{folder.name}: {wanted:.3f} bits per byte")
     for name in ("teacher", "student"):

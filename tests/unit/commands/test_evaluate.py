@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from distill_rl.commands.evaluate import (
-    EvaluationRequest,
     ExecutorOptions,
     parse_models,
     print_table,
@@ -19,10 +18,11 @@ from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
 from distill_rl.evals.results import OUTCOMES
 
+Asked = tuple[Options, ExecutorOptions]
 
-def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> EvaluationRequest:
-    options = Options(backend=backend, settings=Settings(tensor_parallel=tensor_parallel))  # type: ignore[arg-type]
-    return EvaluationRequest(["m"], ["mmlu"], Path("d"), options, None, where)
+
+def asked(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> Asked:
+    return Options(backend=backend, settings=Settings(tensor_parallel=tensor_parallel)), where  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -35,41 +35,41 @@ def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int
     ],
 )
 def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
-    assert problems_of(lambda: require_valid(request_of(where))) == []
+    assert problems_of(lambda: require_valid(*asked(where))) == []
 
 
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (request_of(ExecutorOptions(shards=-1)), "--shards: must be 0 or more; got -1"),
-        (request_of(ExecutorOptions(deadline_s=0.0)), "--deadline: must be greater than 0"),
-        (request_of(ExecutorOptions(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
+        (asked(ExecutorOptions(shards=-1)), "--shards: must be 0 or more; got -1"),
+        (asked(ExecutorOptions(deadline_s=0.0)), "--deadline: must be greater than 0"),
+        (asked(ExecutorOptions(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
         (
-            request_of(ExecutorOptions(gpus_per_shard=1.5)),
+            asked(ExecutorOptions(gpus_per_shard=1.5)),
             "--gpus-per-shard: must be a fraction of a GPU, or a whole number; got 1.5",
         ),
-        (request_of(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
-        (request_of(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
+        (asked(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
+        (asked(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
         (
-            request_of(ExecutorOptions(shards=0), tensor_parallel=2),
+            asked(ExecutorOptions(shards=0), tensor_parallel=2),
             "--tp: the backend hf splits a model over Ray actors, and --shards 0 starts none; got 2; set --shards to 1",
         ),
         (
-            request_of(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
+            asked(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
             "--gpus-per-shard: has no effect here: --tp decides",
         ),
-        (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
+        (asked(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
-def test_invalid_settings_are_refused(refused: EvaluationRequest, words: str) -> None:
+def test_invalid_settings_are_refused(refused: Asked, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_valid(refused)
+        require_valid(*refused)
     assert words in caught.value.problems[0]
 
 
 def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require_valid(request_of(ExecutorOptions(shards=0, deadline_s=-5.0, address="auto"), tensor_parallel=2))
+        require_valid(*asked(ExecutorOptions(shards=0, deadline_s=-5.0, address="auto"), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 

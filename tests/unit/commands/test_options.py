@@ -34,11 +34,11 @@ def test_options_are_parameters_of_their_function(line: str) -> None:
 def test_options_of_eval_set_fields_of_the_same_name() -> None:
     from dataclasses import fields
 
-    from distill_rl.commands.evaluate import EvaluationRequest, ExecutorOptions
+    from distill_rl.commands.evaluate import ExecutorOptions
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
     options = vars(make_parser().parse_args(["eval", "--model", "A", "--suites", "b,c", "--data", "D"]))
-    names = {field.name for kind in (EvaluationRequest, Options, Settings, ExecutorOptions) for field in fields(kind)}
-    assert options.keys() - names == {"command", "list", "dry_run", "slurm"}
+    names = {field.name for kind in (Options, Settings, ExecutorOptions) for field in fields(kind)}
+    assert options.keys() - names == {"command", "list", "dry_run", "slurm", "models", "suites", "data", "out"}
     assert options["suites"] == ["b", "c"]

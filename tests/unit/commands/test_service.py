@@ -100,7 +100,7 @@ class Refusing:
     ids=["rejected", "accepted, but the answer was lost", "unknown"],
 )
 def test_failed_submission_keeps_only_files_a_job_may_need(material, tmp_path, monkeypatch, capsys, cluster, files):
-    monkeypatch.setattr(service, "_service", lambda address: cluster)
+    monkeypatch.setattr(service, "Service", lambda address: cluster)
     assert main(["submit", "-c", str(material.config(tmp_path))]) == cluster.error.exit_code
     assert str(cluster.error) in capsys.readouterr().err
     assert len(list((tmp_path / "runs" / ".submitted").iterdir())) == files

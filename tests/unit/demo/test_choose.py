@@ -6,8 +6,8 @@ import pytest
 
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems
-from distill_rl.demo import pair
-from distill_rl.demo.pair import Fit, Known
+from distill_rl.demo import trial_setup
+from distill_rl.demo.trial_setup import Known
 
 LAPTOP = Known(
     gpus=0,
@@ -46,8 +46,8 @@ BOOK = replace(LAPTOP, documents=20, tokens_per_document=120_000.0)
     ],
 )  # fmt: skip
 def test_settings_by_models_text_and_machine(known, expected):
-    documents = pair.documents_per_step(known, pair.row_length(known))
-    chosen = pair.choose(known, next(pair.fits(known, documents)))
+    documents = trial_setup.documents_per_step(known, trial_setup.row_length(known))
+    chosen = trial_setup.choose(known, next(trial_setup.fits(known, documents)))
     assert {key: chosen.get(key) for key in expected} == expected
     assert ("data.loss_on" in chosen) == (known.chats and known.turns_known)
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
@@ -72,7 +72,7 @@ def test_settings_by_models_text_and_machine(known, expected):
     ],
 )
 def test_what_is_held_out_can_be_measured_in_time(known, documents):
-    assert pair.held_out(known) == documents
+    assert trial_setup.held_out(known) == documents
 
 
 @pytest.mark.parametrize(
@@ -86,53 +86,54 @@ def test_what_is_held_out_can_be_measured_in_time(known, documents):
     ],
 )
 def test_only_the_beginning_of_long_documents_is_measured(known, tokens):
-    assert pair.longest_measured(known) == tokens
+    assert trial_setup.longest_measured(known) == tokens
 
 
 def test_smaller_trainings_come_last_and_divide_the_batch():
-    found = list(pair.fits(replace(CARD, gpus=2), 4))
-    smallest = replace(Fit(1), checkpointing=True)
-    adapters = replace(smallest, adapters=True)
-    assert found == [Fit(4), Fit(2), Fit(1), smallest, replace(smallest, apart=True), adapters]
+    found = list(trial_setup.fits(replace(CARD, gpus=2), 4))
+    smallest = {"train.micro_batch_size": 1, "student.activation_checkpointing": True}
+    apart, adapters = smallest | {"ray.placement": "disaggregated"}, smallest | {"student.lora": {}}
+    assert found == [*({"train.micro_batch_size": rows} for rows in (4, 2, 1)), smallest, apart, adapters]
+    eight_bits = {"teachers.0.quantization": "int8"}
     in_few_bits = [
-        replace(smallest, eight_bits=True),
+        smallest | eight_bits,
         adapters,
-        replace(adapters, eight_bits=True),
-        replace(adapters, four_bits=True),
+        adapters | eight_bits,
+        adapters | {"teachers.0.quantization": "int4", "student.quantization": "int4"},
     ]
-    assert list(pair.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
-    assert next(pair.fits(LAPTOP, 8)) == Fit(4)
+    assert list(trial_setup.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
+    assert next(trial_setup.fits(LAPTOP, 8)) == {"train.micro_batch_size": 4}
 
 
-@pytest.mark.parametrize("fit", pair.SMALLEST, ids=repr)
+@pytest.mark.parametrize("fit", trial_setup.SMALLEST, ids=repr)
 def test_what_changes_the_result_is_set_and_said(fit):
-    chosen = pair.choose(CARD, fit)
+    chosen = trial_setup.choose(CARD, fit)
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
     assert config is not None
     assert findings.lines == []
-    assert (config.student.lora is not None) == fit.adapters
     formats = (config.teachers[0].quantization, config.student.quantization)
-    assert formats == (("int8", None) if fit.eight_bits else ("int4", "int4") if fit.four_bits else (None, None))
-    told = [words in pair.way(config) for words in ("adapters", "8 bits", "4 bits")]
-    assert told == [fit.adapters, fit.eight_bits, fit.four_bits]
+    assert formats == (fit.get("teachers.0.quantization"), fit.get("student.quantization"))
+    assert (config.student.lora is not None) == ("student.lora" in fit)
+    told = [words in trial_setup.way(config) for words in ("adapters", "8 bits", "4 bits")]
+    assert told == ["student.lora" in fit, formats[0] == "int8", formats[0] == "int4"]
 
 
 def test_rates_fall_with_the_number_of_parameters():
     sizes = [10**power for power in range(3, 13)]
-    rates = [pair.learning_rate(size) for size in sizes]
+    rates = [trial_setup.learning_rate(size) for size in sizes]
     assert rates == sorted(rates, reverse=True)
-    assert (rates[0], rates[-1]) == (pair.LR_RANGE[1], pair.LR_RANGE[0])
-    assert pair.learning_rate(10**9, adapters=True) == 10 * pair.learning_rate(10**9)
+    assert (rates[0], rates[-1]) == (trial_setup.LR_RANGE[1], trial_setup.LR_RANGE[0])
+    assert trial_setup.learning_rate(10**9, adapters=True) == 10 * trial_setup.learning_rate(10**9)
 
 
 def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     settings = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d"}
     config, _ = read_config(
-        settings | pair.choose(QUICKSTART, Fit(4)),
+        settings | trial_setup.choose(QUICKSTART, {"train.micro_batch_size": 4}),
         ["optimizer.lr=0.5", "loss.ce_weight=0", "train.micro_batch_size=2"],
     )
     assert config is not None
-    text = "\n".join(pair.reasons(QUICKSTART, "same", config))
+    text = "\n".join(trial_setup.reasons(QUICKSTART, "same", config))
     for value in (
         "same tokenizer",
         "64 likeliest",
@@ -144,4 +145,4 @@ def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     ):
         assert value in text
     assert "cross-entropy" not in text
-    assert "hybrid, over chunks" in "\n".join(pair.reasons(LAPTOP, "hybrid", config))
+    assert "hybrid, over chunks" in "\n".join(trial_setup.reasons(LAPTOP, "hybrid", config))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.demo import bits
-from distill_rl.demo.measure import BEGUN, Reading, Subject, TrialFindings, _memory_in_one_line, find
+from distill_rl.demo.measure import BEGUN, Reading, Subject, TrialFindings, _memory_in_one_line, measure
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import read_tokenizer, unwritten_beginning, write_beginning
@@ -58,14 +58,14 @@ def measured(folders: tuple[Path, Path], config: Config, reading: Reading = WHOL
         Subject("teacher", folders[1], teacher=True, begin=True),
         Subject("student_before", folders[0], begin=True),
     )
-    return find(config, subjects, reading)
+    return measure(config, subjects, reading)
 
 
 @pytest.mark.parametrize("rows", [corpus_rows(8), CHATS], ids=["texts", "chats"])
 def test_the_teacher_is_measured_as_a_student_would_be(folders, tmp_path, rows):
     config = config_of(folders, tmp_path, rows)
     found = measured(folders, config)
-    plain = find(config, [Subject("student", folders[1])], WHOLE)
+    plain = measure(config, [Subject("student", folders[1])], WHOLE)
     assert found.models["teacher"].bits == pytest.approx(plain.models["student"].bits, rel=1e-4)
     assert found.models["teacher"].num_bytes == found.models["student_before"].num_bytes
     assert found.models["teacher"].samples == ()
@@ -158,7 +158,7 @@ def test_teachers_of_other_families_are_measured_alike(folders, tmp_path, family
     teacher = write_model(tmp_path / family, family, vocab_size=320)
     tiny_tokenizer().save_pretrained(teacher)
     config = config_of((folders[0], teacher), tmp_path, corpus_rows(4))
-    found = find(config, [Subject("teacher", teacher, teacher=True), Subject("student", teacher)], WHOLE).models
+    found = measure(config, [Subject("teacher", teacher, teacher=True), Subject("student", teacher)], WHOLE).models
     assert found["teacher"].bits == pytest.approx(found["student"].bits, rel=1e-4)
 
 

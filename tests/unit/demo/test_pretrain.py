@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from distill_rl.demo.pretrain import encode, new_model, train_teacher
+from distill_rl.demo.material import encode, new_model, train_teacher
 from distill_rl.demo.recipe import RECIPE, ListProblem, ModelSizes, Recipe, draw_problems
 from distill_rl.demo.tokenizer import make_tokenizer
 from distill_rl.types import IGNORE_INDEX

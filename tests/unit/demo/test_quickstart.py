@@ -21,7 +21,7 @@ def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]
         tasks = {"sort": {"score": score}, "sort words": {"score": score / 2}}
         return {"score": score, "interval": [score - 0.02, score + 0.02], "num_items": 600, "per_task": tasks}
 
-    return dict(zip((*run.MODELS, run.HALF), map(result, (0.99, 0.02, after, control, 0.7))))
+    return dict(zip(run.ROWS, map(result, (0.99, 0.02, after, control, 0.7))))
 
 
 def write_metrics(path: Path, *records: dict[str, Any]) -> Path:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from distill_rl.config.load import load_config, read_config
-from distill_rl.demo import pair
 from distill_rl.demo import trial as run
+from distill_rl.demo import trial_setup
 from distill_rl.demo.measure import Begun, Measured, Prompt, make_prompts
-from distill_rl.demo.pair import TrialRequest, count, in_words
+from distill_rl.demo.trial_setup import TrialRequest, count, in_words
 from distill_rl.errors import ConfigError
 from distill_rl.evals.suites.base import Item
 from distill_rl.run.steps import settled
@@ -107,7 +107,7 @@ def test_prompts_are_beginnings_of_texts_and_questions_of_chats():
 def test_configuration_has_what_differs_and_reads_back_equal(tmp_path):
     source = {"student.model": "s", "teachers": [{"model": "t", "dtype": "fp32"}], "data.path": "${x", "train.steps": 3}
     config, _ = read_config(source, ["train.epochs=1.5", "optimizer.betas=[0.9, 0.99]"])
-    pair.write_configuration(tmp_path / "my.yaml", config, ["why\x1b[31m", ""])
+    trial_setup.write_configuration(tmp_path / "my.yaml", config, ["why\x1b[31m", ""])
     text = (tmp_path / "my.yaml").read_text()
     assert load_config(tmp_path / "my.yaml") == config
     assert text.startswith("# why\\x1b[31m\n#\n\n")
@@ -117,69 +117,69 @@ def test_configuration_has_what_differs_and_reads_back_equal(tmp_path):
 
 def test_a_folder_is_not_overwritten_and_only_a_trial_is_deleted(tmp_path):
     root = tmp_path / "out"
-    assert [*pair.out_problems(root, clean=False)] == []
+    assert [*trial_setup.out_problems(root, clean=False)] == []
     root.mkdir()
-    assert [*pair.out_problems(root, clean=False)] == []
+    assert [*trial_setup.out_problems(root, clean=False)] == []
     (root / "mine.txt").touch()
     for clean in (False, True):
-        (line,) = pair.out_problems(root, clean=clean)
+        (line,) = trial_setup.out_problems(root, clean=clean)
         assert line.endswith("choose another --out")
-    (root / pair.CONFIGURATION).touch()
-    (line,) = pair.out_problems(root, clean=False)
+    (root / trial_setup.CONFIGURATION).touch()
+    (line,) = trial_setup.out_problems(root, clean=False)
     assert "--clean" in line
-    assert [*pair.out_problems(root, clean=True)] == []
-    (line,) = pair.out_problems(root / "mine.txt", clean=True)
+    assert [*trial_setup.out_problems(root, clean=True)] == []
+    (line,) = trial_setup.out_problems(root / "mine.txt", clean=True)
     assert "must be a folder" in line
 
 
 def test_only_one_trial_at_a_time_uses_a_folder(tmp_path):
     root = tmp_path / "runs" / "out"
-    with pair.claimed(root, clean=False):
+    with trial_setup.claimed(root, clean=False):
         rule = r"out: the folder is in use; got another `distill-rl try`; wait for it"
-        with pytest.raises(ConfigError, match=rule), pair.claimed(root, clean=False):
+        with pytest.raises(ConfigError, match=rule), trial_setup.claimed(root, clean=False):
             pass
-        with pair.claimed(root.with_name("other"), clean=False):
-            pair.begin(pair.TrialPaths(root), clean=False)
-            (root / pair.CONFIGURATION).touch()
-    assert [*root.iterdir()] == [root / pair.CONFIGURATION]
+        with trial_setup.claimed(root.with_name("other"), clean=False):
+            trial_setup.begin(trial_setup.TrialPaths(root), clean=False)
+            (root / trial_setup.CONFIGURATION).touch()
+    assert [*root.iterdir()] == [root / trial_setup.CONFIGURATION]
     assert [*root.parent.iterdir()] == [root]
 
 
 def test_a_trial_that_is_refused_leaves_no_folder(tmp_path):
-    with pytest.raises(KeyError), pair.claimed(tmp_path / "runs" / "out", clean=False):
+    with pytest.raises(KeyError), trial_setup.claimed(tmp_path / "runs" / "out", clean=False):
         raise KeyError
     assert [*tmp_path.iterdir()] == []
 
 
 def test_what_came_into_the_folder_meanwhile_is_not_deleted(tmp_path):
     root = tmp_path / "out"
-    with pair.claimed(root, clean=False):
-        (root / pair.CONFIGURATION).touch()
+    with trial_setup.claimed(root, clean=False):
+        (root / trial_setup.CONFIGURATION).touch()
         with pytest.raises(ConfigError, match="the folder is in use"):
-            pair.begin(pair.TrialPaths(root), clean=False)
-        pair.begin(pair.TrialPaths(root), clean=True)
-        assert pair._entries(root) == []
+            trial_setup.begin(trial_setup.TrialPaths(root), clean=False)
+        trial_setup.begin(trial_setup.TrialPaths(root), clean=True)
+        assert trial_setup._entries(root) == []
 
 
 def test_the_folder_itself_stays(tmp_path, monkeypatch):
     """The working directory, or a link to a folder."""
     (tmp_path / "target" / "with-teacher").mkdir(parents=True)
-    (tmp_path / "target" / pair.CONFIGURATION).touch()
+    (tmp_path / "target" / trial_setup.CONFIGURATION).touch()
     (tmp_path / "link").symlink_to(tmp_path / "target")
     monkeypatch.chdir(tmp_path / "target")
     for root in (tmp_path / "link", tmp_path / "link", Path()):
-        with pair.claimed(root, clean=True):
-            pair.begin(pair.TrialPaths(root), clean=True)
+        with trial_setup.claimed(root, clean=True):
+            trial_setup.begin(trial_setup.TrialPaths(root), clean=True)
         assert [*root.iterdir()] == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     rule = r"must be one that can be made and written; got Not a directory"
-    with pytest.raises(ConfigError, match=rule), pair.claimed(tmp_path / "file" / "out", clean=False):
+    with pytest.raises(ConfigError, match=rule), trial_setup.claimed(tmp_path / "file" / "out", clean=False):
         pass
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    (line,) = pair.out_problems(tmp_path / "link", clean=False)
+    (line,) = trial_setup.out_problems(tmp_path / "link", clean=False)
     assert "got a link to nothing; choose another --out" in line
 
 
@@ -211,7 +211,7 @@ def test_the_command_is_recorded_with_its_options(given, more):
     [("models/a/", "/b", "try-a-b"), ("org/My Model", "x/B-1.5", "try-My-Model-B-1.5"), ("..", "/", "try-..-model")],
 )
 def test_default_folder_is_named_after_the_models(student, teacher, name):
-    assert pair.default_out(student, teacher).as_posix() == f"runs/{name}"
+    assert trial_setup.default_out(student, teacher).as_posix() == f"runs/{name}"
 
 
 @pytest.mark.parametrize(
@@ -235,23 +235,23 @@ def test_parameters_are_counted_in_words():
 
 
 def test_a_trial_that_was_stopped_can_be_gone_on_with_and_one_that_ended_cannot(tmp_path):
-    paths = pair.TrialPaths(tmp_path)
+    paths = trial_setup.TrialPaths(tmp_path)
     paths.configuration.write_text("")
-    assert [*pair.out_problems(tmp_path, clean=False, resume=True)] == []
-    (line,) = pair.out_problems(tmp_path, clean=False)
+    assert [*trial_setup.out_problems(tmp_path, clean=False, resume=True)] == []
+    (line,) = trial_setup.out_problems(tmp_path, clean=False)
     assert (
         line
         == f"{tmp_path}: the folder is in use; go on with --resume, start over with --clean, or choose another --out"
     )
     paths.result.write_text("")
-    (line,) = pair.out_problems(tmp_path, clean=False, resume=True)
+    (line,) = trial_setup.out_problems(tmp_path, clean=False, resume=True)
     assert line == f"{tmp_path}: the folder is in use; start over with --clean, or choose another --out"
 
 
 def test_a_training_that_ended_is_not_repeated_and_one_with_a_checkpoint_resumes(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(run, "run_all", lambda runs, *_, **__: started.extend(runs) or 0)
-    paths = pair.TrialPaths(tmp_path)
+    paths = trial_setup.TrialPaths(tmp_path)
     (paths.control.checkpoints / "step-5").mkdir(parents=True)
     run._train(paths)
     paths.taught.export.mkdir(parents=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distill_rl.config.load import load_config
-from distill_rl.demo.pretrain import new_model
+from distill_rl.demo.material import new_model
 from distill_rl.demo.recipe import RECIPE, ModelSizes
 from distill_rl.system.files import write_atomic, write_json_lines
 from distill_rl.system.folders import made_once

@@ -1,4 +1,4 @@
-"""Checks a pair of models and a text, and settles how they are trained: all problems at once, in the words of the command."""
+"""The set-up of a trial: its folder, the settings that suit a pair of models, a text and a machine, and the checks of all three."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -31,7 +31,8 @@ from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
 from distill_rl.run.opened import RunFindings, with_adapters
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import lock_file, size_text, write_atomic
+from distill_rl.system.files import size_text, write_atomic
+from distill_rl.system.folders import OWNER, claim
 from distill_rl.system.memory import total_bytes
 from distill_rl.system.redact import redact
 from distill_rl.types import RunPaths
@@ -41,8 +42,6 @@ from distill_rl.types import RunPaths
 WITH, WITHOUT = "with-teacher", "without-teacher"
 """Names of the two run directories."""
 CONFIGURATION, RESULT, REPORT = "try.yaml", "result.json", "report.html"
-_LOCK = ".lock"
-_ATTEMPTS = 10
 _NAME = re.compile(r"[^\w.-]+")
 
 
@@ -101,38 +100,22 @@ def claimed(root: Path, *, clean: bool, resume: bool = False) -> Iterator[None]:
         return
     new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
-        lock = _locked(root)
-    except BlockingIOError:
-        remedy = "wait for it, or choose another --out"
-        raise ConfigError(f"{root}", "the folder is in use", "another `distill-rl try`", remedy) from None
+        root.mkdir(parents=True, exist_ok=True)
+        lock = claim(root)
     except OSError as error:
         rule = "the folder of a trial must be one that can be made and written"
         raise ConfigError(f"{root}", rule, error.strerror, "choose another --out") from None
+    if lock is None:
+        remedy = "wait for it, or choose another --out"
+        raise ConfigError(f"{root}", "the folder is in use", "another `distill-rl try`", remedy)
     try:
         yield
     finally:
-        with lock, suppress(OSError):
-            (root / _LOCK).unlink()
+        with suppress(OSError):
+            (root / OWNER).unlink()
             for folder in new:
                 folder.rmdir()
-
-
-def _locked(root: Path) -> IO[str]:
-    """The lock file of a folder, made if needed, open and locked."""
-    for _ in range(_ATTEMPTS):
-        root.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # its last holder removed the folder
-            lock = (root / _LOCK).open("a")
-            try:
-                if not lock_file(lock, root):
-                    raise BlockingIOError
-                if os.path.samestat(os.fstat(lock.fileno()), (root / _LOCK).stat()):
-                    return lock
-            except BaseException:
-                lock.close()
-                raise
-            lock.close()  # its last holder removed it, and others would lock a new one
-    raise BlockingIOError
+        os.close(lock)
 
 
 def begin(paths: TrialPaths, *, clean: bool) -> None:
@@ -148,7 +131,7 @@ def begin(paths: TrialPaths, *, clean: bool) -> None:
 
 
 def _entries(root: Path) -> list[Path]:
-    return [entry for entry in root.iterdir() if entry.name != _LOCK]
+    return [entry for entry in root.iterdir() if entry.name != OWNER]
 
 
 def write_configuration(path: Path, config: Config, comments: Sequence[str]) -> None:
@@ -240,68 +223,37 @@ class Known:
         return self.gpus > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A way to make a training smaller; from fast to small in FITS."""
-
-    micro_batch: int
-    checkpointing: bool = False
-    apart: bool = False
-    """Teacher and student on GPUs of their own."""
-    eight_bits: bool = False
-    """The teacher's weights in 8 bits."""
-    adapters: bool = False
-    """Adapters are trained in place of all weights."""
-    four_bits: bool = False
-    """The teacher's weights, and those of the student beside its adapters, in 4 bits."""
-
-    @property
-    def quantized(self) -> bool:
-        return self.eight_bits or self.four_bits
-
-    def settings(self) -> Settings:
-        chosen: Settings = {"train.micro_batch_size": self.micro_batch}
-        if self.checkpointing:
-            chosen["student.activation_checkpointing"] = True
-        if self.apart:
-            chosen["ray.placement"] = "disaggregated"
-        if self.eight_bits:
-            chosen["teachers.0.quantization"] = "int8"
-        if self.adapters:
-            chosen["student.lora"] = {}
-        if self.four_bits:
-            chosen |= {"teachers.0.quantization": "int4", "student.quantization": "int4"}
-        return chosen
-
-
-FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
-SMALLEST = (
-    Fit(1, checkpointing=True, eight_bits=True),
-    Fit(1, checkpointing=True, adapters=True),
-    Fit(1, checkpointing=True, eight_bits=True, adapters=True),
-    Fit(1, checkpointing=True, adapters=True, four_bits=True),
-)
+ONE_ROW: Settings = {"train.micro_batch_size": 1, "student.activation_checkpointing": True}
+APART: Settings = {"ray.placement": "disaggregated"}
+"""Teacher and student on GPUs of their own."""
+EIGHT_BITS: Settings = {"teachers.0.quantization": "int8"}
+ADAPTERS: Settings = {"student.lora": {}}
+"""Are trained in place of all weights."""
+FOUR_BITS: Settings = {"teachers.0.quantization": "int4", "student.quantization": "int4"}
+"""The teacher's weights, and those of the student beside its adapters."""
+SMALLEST = (ONE_ROW | EIGHT_BITS, ONE_ROW | ADAPTERS, ONE_ROW | EIGHT_BITS | ADAPTERS, ONE_ROW | ADAPTERS | FOUR_BITS)
 """What changes the result, too, and comes after everything else."""
 
 
-def fits(known: Known, documents: int) -> Iterator[Fit]:
-    """Yields ways to train, the fastest first, for a number of documents per step.
+def fits(known: Known, documents: int) -> Iterator[Settings]:
+    """Yields settings to make a training smaller, the fastest first, for a number of documents per step.
 
     CPUs gain nothing from more than four rows at a time.
     """
-    for fit in FITS:
-        if fit.micro_batch <= min(documents, 8 if known.on_gpu else 4):
-            yield fit
+    for rows in (8, 4, 2, 1):
+        if rows <= min(documents, 8 if known.on_gpu else 4):
+            yield {"train.micro_batch_size": rows}
+    yield ONE_ROW
     if known.gpus > 1:
-        yield Fit(1, checkpointing=True, apart=True)
+        yield ONE_ROW | APART
     for fit in SMALLEST:
-        if known.quantizes or not fit.quantized:
+        if known.quantizes or "teachers.0.quantization" not in fit:
             yield fit
 
 
 def row_length(known: Known) -> int:
     """`data.max_length`: room for several documents of the text, within what both models can read."""
-    wanted = _power_of_two_from(DOCUMENTS_PER_ROW * known.tokens_per_document)
+    wanted = 2 ** math.ceil(math.log2(max(DOCUMENTS_PER_ROW * known.tokens_per_document, 1.0)))
     length = min(max(wanted, SHORTEST_ROW), LONGEST_ROW_GPU if known.on_gpu else LONGEST_ROW)
     if known.positions is None:
         return length
@@ -351,11 +303,11 @@ def _readable_tokens(known: Known) -> float:
     return min(max(MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest), low), high)
 
 
-def choose(known: Known, fit: Fit, *, adapters: bool | None = None) -> Settings:
+def choose(known: Known, fit: Settings) -> Settings:
     """All settings of the training with the teacher, but for models, data, length and folder.
 
     Args:
-        adapters: whether adapters are trained, which the rate depends on; None: as `fit` says.
+        fit: one of `fits`.
     """
     length = row_length(known)
     precision = "bf16" if known.on_gpu else "fp32"
@@ -368,9 +320,7 @@ def choose(known: Known, fit: Fit, *, adapters: bool | None = None) -> Settings:
         "loss.top_k": min(TOP_K, known.vocabulary),
         "loss.kd_weight": 1.0,
         "loss.ce_weight": CE_WEIGHT,
-        "optimizer.lr": learning_rate(
-            known.student_parameters, adapters=fit.adapters if adapters is None else adapters
-        ),
+        "optimizer.lr": learning_rate(known.student_parameters, adapters="student.lora" in fit),
         "schedule.warmup_steps": WARMUP_STEPS,
         "train.epochs": float(MOST_EPOCHS),
         "train.global_batch_size": documents_per_step(known, length),
@@ -378,10 +328,7 @@ def choose(known: Known, fit: Fit, *, adapters: bool | None = None) -> Settings:
     }
     if known.chats and known.turns_known:
         chosen["data.loss_on"] = "assistant"
-    return chosen | fit.settings()
-
-
-WITHOUT_TEACHER: Mapping[str, Any] = {"loss.kd_weight": 0.0, "loss.ce_weight": 1.0}
+    return chosen | fit
 
 
 def reasons(known: Known, method: str, config: Config) -> list[str]:
@@ -422,32 +369,23 @@ def way(config: Config) -> str:
     return f"{rows} row{'' if rows == 1 else 's'} at a time{''.join(more)}"
 
 
-def _power_of_two_from(number: float) -> int:
-    return int(2 ** math.ceil(math.log2(max(number, 1.0))))
-
-
-RESERVED = {
+_ARGUMENTS = {
     "student.model": "STUDENT",
-    "teachers": "TEACHER",
     "teachers.0.model": "TEACHER",
     "data.path": "TEXT",
-    "run.name": "--out",
-    "run.dir": "--out",
     "run.seed": "--seed",
     "train.minutes": "--minutes",
     "train.steps": "--steps",
+}
+_NAMES = _ARGUMENTS | {"teachers.0": "TEACHER"}
+"""Settings → the arguments by which their problems are named."""
+RESERVED = _ARGUMENTS | {
+    "teachers": "TEACHER",
+    "run.name": "--out",
+    "run.dir": "--out",
     "loss.kd_weight": "distill-rl train",
 }
 """Settings that an override may not change → what sets them."""
-_NAMES = {
-    "student.model": "STUDENT",
-    "teachers.0.model": "TEACHER",
-    "teachers.0": "TEACHER",
-    "data.path": "TEXT",
-    "train.minutes": "--minutes",
-    "train.steps": "--steps",
-    "run.seed": "--seed",
-}
 LARGER = 1.5
 """A student with this many times the teacher's parameters is taken for a teacher in the wrong place."""
 MEASURED_LENGTH = 1024
@@ -496,7 +434,8 @@ class TrialPair:
     known: Known
     method: str
     """`same` for token by token, or the cross-tokenizer loss."""
-    models: tuple[ModelFacts, ModelFacts]
+    models: tuple[ModelFacts, ...]
+    """Student and teacher."""
     notes: tuple[str, ...]
     overrides: Sequence[str]
     """What the user chose."""
@@ -530,8 +469,14 @@ def examine(request: TrialRequest) -> TrialPair:
         "train.global_batch_size": 1,
         "train.micro_batch_size": 1,
     }
-    checked = _gather(replace(request, overrides=[*filter(_is_no_batch, request.overrides)]), first, problems)
-    problems += _text_problems(request, checked.facts)
+    batch = ("train.global_batch_size", "train.micro_batch_size")
+    others = [override for override in request.overrides if not override.startswith(batch)]
+    checked = _gather(replace(request, overrides=others), first, problems)
+    documents = checked.facts.num_documents
+    if documents is not None and documents < FEWEST_DOCUMENTS:
+        rule = f"must have at least {FEWEST_DOCUMENTS} documents, of which some are held out"
+        remedy = "give more text; of a .txt file every line is a document"
+        problems.append(problem("TEXT", rule, f"{documents} in {request.text}", remedy))
     if problems:  # before weights are fetched
         raise ConfigError.many(problems)
     assert checked.config is not None
@@ -539,10 +484,16 @@ def examine(request: TrialRequest) -> TrialPair:
         resolve(model.model or "", model.revision, weights=True)
         for model in (checked.config.student, checked.config.teachers[0])
     )
-    models = _facts(student), _facts(teacher)
+    models = tuple(read_model_facts(folder, read_model_config(folder)) for folder in (student, teacher))
     known = _known(request, checked.facts, models, positions)
-    if problems := [*_pair_problems(request, known)]:
-        raise ConfigError.many(problems)
+    if known.student_parameters > LARGER * known.teacher_parameters:
+        sizes = count(known.student_parameters), count(known.teacher_parameters)
+        remedy = (
+            "give the smaller model first: "
+            f"distill-rl try {request.teacher} {request.student} {request.text}; a larger student needs `distill-rl train`"
+        )
+        rule = f"has {sizes[0]} parameters, more than TEACHER with {sizes[1]}"
+        raise ConfigError("STUDENT", rule, request.student, remedy)
     method = checked.facts.teachers[0].cross_tokenizer_loss or TOKENS
     facts = replace(checked.facts, student=models[0], teachers=(replace(checked.facts.teachers[0], model=models[1]),))
     fit = _fit(request, known, facts)
@@ -554,8 +505,7 @@ def examine(request: TrialRequest) -> TrialPair:
         known = replace(known, turns_known=False)
         checked = _gather(request, _chosen(request, known, fit), [])
     assert checked.config is not None
-    if problems := [*_whole_problems(request, checked.config, models[0], on_gpu=known.on_gpu)]:
-        raise ConfigError.many(problems)
+    _require_room_to_measure(request, checked.config, models[0], on_gpu=known.on_gpu)
     return TrialPair(checked.config, student, teacher, known, method, models, checked.notes, request.overrides)
 
 
@@ -582,10 +532,6 @@ def _gather(request: TrialRequest, chosen: Settings, problems: Sequence[str]) ->
     return checked
 
 
-def _is_no_batch(override: str) -> bool:
-    return not override.startswith(("train.global_batch_size", "train.micro_batch_size"))
-
-
 def in_words(line: str) -> str:
     """A problem of a configuration, with the command's arguments in place of the settings that they set."""
     key, colon, rest = line.partition(": ")
@@ -605,61 +551,31 @@ def _request_problems(request: TrialRequest) -> Iterator[str]:
     for text in request.overrides:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")
-    yield from _held_out_problems(request)
+    key = "data.validation.fraction"
+    config, invalid = read_config(settings_of(request, {key: HELD_OUT_SHARE}), request.overrides)
+    held = None if config is None or key in invalid.keys else config.data.validation
+    if held is not None and not held.path and held.fraction <= 0:
+        rule = "must be greater than 0: models are compared on text that is held out"
+        yield problem(key, rule, held.fraction, "leave it out")
     yield from out_problems(request.out, clean=request.clean, resume=request.continued)
     if _local(request.student) == _local(request.teacher):
         rule = "must be two models: a model has nothing to learn from itself"
         yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")
 
 
-def _held_out_problems(request: TrialRequest) -> Iterator[str]:
-    """Yields a problem if the user's settings hold nothing out."""
-    key, ours = "data.validation.fraction", HELD_OUT_SHARE
-    config, invalid = read_config(settings_of(request, {key: ours}), request.overrides)
-    if config is None or key in invalid.keys or config.data.validation.path:
-        return
-    if config.data.validation.fraction <= 0:
-        rule = "must be greater than 0: models are compared on text that is held out"
-        yield problem(key, rule, config.data.validation.fraction, "leave it out")
-
-
-def _pair_problems(request: TrialRequest, known: Known) -> Iterator[str]:
-    """Yields what is wrong with the models beside each other."""
-    sizes = known.student_parameters, known.teacher_parameters
-    if sizes[0] > LARGER * sizes[1]:
-        rule = f"has {count(sizes[0])} parameters, more than TEACHER with {count(sizes[1])}"
-        remedy = (
-            "give the smaller model first: "
-            f"distill-rl try {request.teacher} {request.student} {request.text}; a larger student needs `distill-rl train`"
-        )
-        yield problem("STUDENT", rule, request.student, remedy)
-
-
-def _text_problems(request: TrialRequest, facts: Facts) -> Iterator[str]:
-    """Yields what is wrong with the size of the text."""
-    if facts.num_documents is not None and facts.num_documents < FEWEST_DOCUMENTS:
-        rule = f"must have at least {FEWEST_DOCUMENTS} documents, of which some are held out"
-        remedy = "give more text; of a .txt file every line is a document"
-        yield problem("TEXT", rule, f"{facts.num_documents} in {request.text}", remedy)
-
-
-def _whole_problems(request: TrialRequest, config: Config, student: ModelFacts, *, on_gpu: bool) -> Iterator[str]:
-    """Yields a problem if the student can be trained with quantised weights, but its whole weights cannot be measured."""
+def _require_room_to_measure(request: TrialRequest, config: Config, student: ModelFacts, *, on_gpu: bool) -> None:
+    """Refuses a student that can be trained with quantised weights, but whose whole weights cannot be measured."""
     if config.student.quantization is None:
         return
-    needed, room = (
-        (student.bytes_on_disk, max(gpu_bytes(), default=0)) if on_gpu else (4 * student.parameters, total_bytes())
-    )
-    if room and WHOLE_MARGIN * needed > room:
-        rule = (
-            f"is measured with its whole weights, which need about {size_text(round(WHOLE_MARGIN * needed))} of memory"
-        )
-        yield problem(
-            "STUDENT", rule, f"{request.student} and {size_text(room)}", "take a smaller STUDENT, or more memory"
-        )
+    bytes_of_weights = student.bytes_on_disk if on_gpu else 4 * student.parameters
+    needed, room = WHOLE_MARGIN * bytes_of_weights, max(gpu_bytes(), default=0) if on_gpu else total_bytes()
+    if room and needed > room:
+        rule = f"is measured with its whole weights, which need about {size_text(round(needed))} of memory"
+        found = f"{request.student} and {size_text(room)}"
+        raise ConfigError("STUDENT", rule, found, "take a smaller STUDENT, or more memory")
 
 
-def _known(request: TrialRequest, facts: Facts, models: tuple[ModelFacts, ModelFacts], positions: int | None) -> Known:
+def _known(request: TrialRequest, facts: Facts, models: tuple[ModelFacts, ...], positions: int | None) -> Known:
     sample = facts.sources[0].sample if facts.sources else None
     sizes = [facts.vocabulary_size, *(teacher.vocabulary_size for teacher in facts.teachers)]
     return Known(
@@ -679,12 +595,12 @@ def _known(request: TrialRequest, facts: Facts, models: tuple[ModelFacts, ModelF
     )
 
 
-def _fit(request: TrialRequest, known: Known, facts: Facts) -> Fit:
+def _fit(request: TrialRequest, known: Known, facts: Facts) -> Settings:
     """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse."""
     # Ways that do not go with the user's settings, such as rows that do not divide the user's batch, are passed over.
     documents = documents_per_step(known, row_length(known))
     host, gpus = total_bytes(), gpu_bytes() if known.on_gpu else ()
-    smallest = Fit(1)
+    smallest: Settings = {"train.micro_batch_size": 1}
     for fit in fits(known, documents):
         config, _ = read_config(settings_of(request, choose(known, fit)), request.overrides)
         if config is None:
@@ -701,15 +617,14 @@ def _fit(request: TrialRequest, known: Known, facts: Facts) -> Fit:
     return smallest
 
 
-def _chosen(request: TrialRequest, known: Known, fit: Fit) -> Settings:
+def _chosen(request: TrialRequest, known: Known, fit: Settings) -> Settings:
     """The settings for a way to train, with the rate that suits what is trained with the user's settings."""
-    config, _ = read_config(settings_of(request, choose(known, fit)), request.overrides)
-    adapters = None if config is None else config.student.lora is not None
-    return choose(known, fit, adapters=adapters)
-
-
-def _facts(folder: Path) -> ModelFacts:
-    return read_model_facts(folder, read_model_config(folder))
+    chosen = choose(known, fit)
+    config, _ = read_config(settings_of(request, chosen), request.overrides)
+    if config is not None:
+        adapters = config.student.lora is not None
+        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=adapters)
+    return chosen
 
 
 def _positions(*models: str) -> int | None:

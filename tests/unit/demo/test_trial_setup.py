@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from transformers import LlamaConfig
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import read_config
-from distill_rl.demo import pair
-from distill_rl.demo.pair import Fit, Known
-from distill_rl.errors import ConfigError
+from distill_rl.demo import trial_setup
+from distill_rl.demo.trial_setup import ADAPTERS, FOUR_BITS, ONE_ROW, Known, Settings
+from distill_rl.errors import ConfigError, problems_of
 from distill_rl.preflight import Checked
 
 SHAPES = {
@@ -36,7 +37,12 @@ CARD = Known(
     turns_known=True,
     minutes=5.0,
 )
-SMALL = Fit(1, checkpointing=True, adapters=True)
+SMALL = ONE_ROW | ADAPTERS
+
+
+def rows(number: int) -> Settings:
+    """So many rows at a time, and nothing to need less memory."""
+    return {"train.micro_batch_size": number}
 
 
 def write_config(folder: Path, size: str) -> ModelFacts:
@@ -63,11 +69,11 @@ def write_config(folder: Path, size: str) -> ModelFacts:
 @pytest.mark.parametrize(
     ("student", "teacher", "gib", "quantizes", "expected"),
     [
-        ("1B", "3B", 80, True, Fit(8)),
-        ("1B", "8B", 80, True, Fit(4)),
+        ("1B", "3B", 80, True, rows(8)),
+        ("1B", "8B", 80, True, rows(4)),
         ("1B", "3B", 24, True, SMALL),
         ("8B", "14B", 80, True, SMALL),
-        ("8B", "14B", 24, True, Fit(1, checkpointing=True, adapters=True, four_bits=True)),
+        ("8B", "14B", 24, True, SMALL | FOUR_BITS),
         ("8B", "14B", 24, False, SMALL),  # which does not fit, and is refused
     ],
 )
@@ -78,7 +84,7 @@ def test_the_fastest_way_that_fits_is_chosen(
     teacher: str,
     gib: int,
     quantizes: bool,
-    expected: Fit,
+    expected: Settings,
 ) -> None:
     assert fit_of(tmp_path, monkeypatch, student, teacher, gib, quantizes=quantizes) == expected
 
@@ -92,16 +98,16 @@ def fit_of(
     *,
     quantizes: bool = True,
     overrides: tuple[str, ...] = (),
-) -> Fit:
-    monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
-    monkeypatch.setattr(pair, "total_bytes", lambda: 64 * 2**30)
+) -> Settings:
+    monkeypatch.setattr(trial_setup, "gpu_bytes", lambda: (gib * 2**30,))
+    monkeypatch.setattr(trial_setup, "total_bytes", lambda: 64 * 2**30)
     models = write_config(tmp_path / "student", student), write_config(tmp_path / "teacher", teacher)
     known = replace(
         CARD, student_parameters=models[0].parameters, teacher_parameters=models[1].parameters, quantizes=quantizes
     )
     teachers = (TeacherFacts(model=models[1], vocabulary_size=VOCABULARY),)
     facts = Facts(gpus=1, cpus=16, student=models[0], teachers=teachers, vocabulary_size=VOCABULARY)
-    return pair._fit(request_for(tmp_path, *overrides), known, facts)
+    return trial_setup._fit(request_for(tmp_path, *overrides), known, facts)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +122,21 @@ def fit_of(
 def test_rows_divide_the_batch_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int
 ) -> None:
-    assert fit_of(tmp_path, monkeypatch, "1B", "3B", 80, overrides=overrides) == Fit(expected)
+    assert fit_of(tmp_path, monkeypatch, "1B", "3B", 80, overrides=overrides) == rows(expected)
 
 
 @pytest.mark.parametrize(
     ("override", "fit", "times"),
     [
-        ("student.lora={}", Fit(8), 10),
+        ("student.lora={}", rows(8), 10),
         ("student.lora=null", SMALL, 1),
-        ("optimizer.lr=0.5", Fit(8), 1),
+        ("optimizer.lr=0.5", rows(8), 1),
         ("optimizer.lr=0.5", SMALL, 10),
     ],
 )
-def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Fit, times: int) -> None:
-    chosen = pair._chosen(request_for(tmp_path, override), CARD, fit)
-    assert chosen["optimizer.lr"] == times * pair.learning_rate(CARD.student_parameters)
+def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Settings, times: int) -> None:
+    chosen = trial_setup._chosen(request_for(tmp_path, override), CARD, fit)
+    assert chosen["optimizer.lr"] == times * trial_setup.learning_rate(CARD.student_parameters)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +151,18 @@ def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Fit
     ],
 )
 def test_something_must_be_held_out(tmp_path: Path, overrides: tuple[str, ...], refused: bool) -> None:
-    lines = [*pair._request_problems(request_for(tmp_path, *overrides))]
+    lines = [*trial_setup._request_problems(request_for(tmp_path, *overrides))]
     assert len(lines) == refused
     assert all(line.startswith("data.validation.fraction: must be greater than 0: ") for line in lines)
 
 
 def test_weights_are_fetched_only_for_what_can_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = read_config(pair.settings_of(request_for(tmp_path), {}))
+    config, _ = read_config(trial_setup.settings_of(request_for(tmp_path), {}))
     checked = Checked(config, [], [], Facts(num_documents=5))
-    monkeypatch.setattr(pair, "gather", lambda *arguments, **options: checked)
-    monkeypatch.setattr(pair, "resolve", lambda *arguments, **options: pytest.fail("weights are fetched"))
+    monkeypatch.setattr(trial_setup, "gather", lambda *arguments, **options: checked)
+    monkeypatch.setattr(trial_setup, "resolve", lambda *arguments, **options: pytest.fail("weights are fetched"))
     with pytest.raises(ConfigError) as raised:
-        pair.examine(request_for(tmp_path, "train.minutes=3"))
+        trial_setup.examine(request_for(tmp_path, "train.minutes=3"))
     reserved, few = raised.value.problems
     assert reserved == "train.minutes=3: is set by --minutes; use --minutes"
     assert few.startswith("TEXT: must have at least 16 documents")
@@ -166,18 +172,18 @@ def test_weights_are_fetched_only_for_what_can_be_tried(tmp_path: Path, monkeypa
 def test_a_student_in_few_bits_must_fit_whole_where_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, problems: int
 ) -> None:
-    monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
+    monkeypatch.setattr(trial_setup, "gpu_bytes", lambda: (gib * 2**30,))
     model, request = write_config(tmp_path / "student", "8B"), request_for(tmp_path)
     for quantization, expected in ((None, 0), ("int4", problems)):
-        config, _ = read_config(pair.settings_of(request, {"student.quantization": quantization}))
+        config, _ = read_config(trial_setup.settings_of(request, {"student.quantization": quantization}))
         assert config is not None
-        lines = [*pair._whole_problems(request, config, model, on_gpu=True)]
+        lines = problems_of(partial(trial_setup._require_room_to_measure, request, config, model, on_gpu=True))
         assert len(lines) == expected
         assert all("STUDENT: is measured with its whole weights" in line for line in lines)
 
 
-def request_for(tmp_path: Path, *overrides: str) -> pair.TrialRequest:
+def request_for(tmp_path: Path, *overrides: str) -> trial_setup.TrialRequest:
     folders = str(tmp_path / "student"), str(tmp_path / "teacher")
-    return pair.TrialRequest(
+    return trial_setup.TrialRequest(
         *folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides
     )
