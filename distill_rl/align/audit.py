@@ -1,17 +1,19 @@
-"""Measures how well two tokenizers' chunks match on a set of texts."""
+"""Measures how well two tokenizers' chunks match on a user's texts, and checks on them what the aligner guarantees."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment
+from distill_rl.align.chats import Chat, Message
 from distill_rl.align.vocabulary import Vocabulary, common_vocabulary
 
 # Which cross-tokenizer loss suits a pair of tokenizers.
@@ -23,19 +25,8 @@ FEW_SINGLES = 0.6
 """Below this share of 1:1 chunks `hybrid` too often teaches a piece of the teacher's as a token of its own. Between the two shares measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    loss: str
-    """A value of `loss.cross_tokenizer`; `none` if there is nothing to compare."""
-    reason: str
-    """Why, as a clause."""
-
-    def __str__(self) -> str:
-        return f"loss.cross_tokenizer={self.loss}: {self.reason}"
-
-
-def advise(one_to_one_share: float, num_chunks: int, num_common: int) -> Advice:
-    """The loss that suits a pair of tokenizers.
+def advise(one_to_one_share: float, num_chunks: int, num_common: int) -> tuple[str, str]:
+    """The loss that suits a pair of tokenizers, a value of `loss.cross_tokenizer` or `none`, and why, as a clause.
 
     Args:
         one_to_one_share: of the chunks, those of one token on either side, from 0 to 1.
@@ -43,17 +34,13 @@ def advise(one_to_one_share: float, num_chunks: int, num_common: int) -> Advice:
         num_common: ids that the vocabularies have in common.
     """
     if not num_chunks:
-        return Advice("none", "no text could be aligned, so there is nothing to distil")
+        return "none", "no text could be aligned, so there is nothing to distil"
     if not num_common:
-        return Advice("alm", "no token of the two vocabularies spells the same, so only whole chunks can be compared")
+        return "alm", "no token of the two vocabularies spells the same, so only whole chunks can be compared"
     share = f"{one_to_one_share:.1%} of the chunks are 1:1"
     if one_to_one_share < FEW_SINGLES:
-        return Advice(
-            "alm", f"only {share}, so whole chunks say more than single tokens; xtoken beside labels may teach more"
-        )
-    return Advice(
-        "hybrid", f"{share} and compare {num_common:,} common tokens; the others are compared as whole chunks"
-    )
+        return "alm", f"only {share}, so whole chunks say more than single tokens; xtoken beside labels may teach more"
+    return "hybrid", f"{share} and compare {num_common:,} common tokens; the others are compared as whole chunks"
 
 
 CLASSES = ("letters", "digits", "punctuation", "cjk", "other scripts", "whitespace", "parts of characters", "mixed")
@@ -100,9 +87,9 @@ class CoverageReport:
     """Side → why its tokens do not always spell the text"""
 
     @property
-    def advice(self) -> Advice:
+    def advice(self) -> str:
         """The suggested loss, and why."""
-        return Advice(self.suggested_loss, self.reason)
+        return f"loss.cross_tokenizer={self.suggested_loss}: {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -120,7 +107,6 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     """
     lengths: Counter[tuple[int, int]] = Counter()
     methods: Counter[str] = Counter()
-    classify = _Classifier(aligner.student)
     sums = np.zeros((len(CLASSES), 4))
     aligned = spelled = unknown = exact = 0
     # A tokenizer whose eos has the id of the unknown token writes that id around an empty text as well.
@@ -136,14 +122,14 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
         kinds, repeats = np.unique(np.stack(sizes), axis=1, return_counts=True)
         lengths.update(dict(zip(zip(*kinds.tolist()), repeats.tolist())))
         single = (sizes[0] == 1) & (sizes[1] == 1)
-        np.add.at(sums, classify(row), np.stack([np.ones(len(single)), single, *sizes], axis=1))
+        np.add.at(sums, _classify(aligner.student, row), np.stack([np.ones(len(single)), single, *sizes], axis=1))
     count = methods.total()
     if not count:
         raise ValueError("an audit needs at least one text, got none; give data with texts")
     chunks = lengths.total()
     share = lengths[1, 1] / chunks if chunks else 0.0
     common = len(common_vocabulary(aligner.student, aligner.teacher)[0])
-    advice = advise(share, chunks, common)
+    suggested_loss, reason = advise(share, chunks, common)
     sides = {"student": aligner.student, "teacher": aligner.teacher}
     return CoverageReport(
         one_to_one_share=share,
@@ -151,8 +137,8 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
         chunk_lengths={f"{left}:{right}": repeats for (left, right), repeats in lengths.most_common()},
         classes={name: _coverage(row) for name, row in zip(CLASSES, sums.tolist()) if row[0]},
         common_vocabulary=common,
-        suggested_loss=advice.loss,
-        reason=advice.reason,
+        suggested_loss=suggested_loss,
+        reason=reason,
         texts=count,
         aligned_share=aligned / max(spelled + unknown, 1),
         unknown_share=unknown / max(spelled + unknown, 1),
@@ -173,32 +159,21 @@ def _coverage(row: list[float]) -> ClassCoverage:
     return ClassCoverage(int(chunks), single / chunks, student / chunks, teacher / chunks)
 
 
-class _Classifier:
-    """Classifies chunks by what the student's tokens spell. The class of each id is computed once."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._class_of_id = np.full(vocabulary.size, -1, np.int8)
-
-    def __call__(self, row: Alignment) -> np.ndarray:
-        """int64 [num_chunks]: for each chunk of an alignment an index into `CLASSES`, by what its student tokens spell.
-
-        Tokens of white space do not count beside others; a chunk whose other tokens differ in class is "mixed".
-        """
-        inside = row.student_chunk >= 0
-        ids = row.student_ids[inside]
-        for token in np.unique(ids[self._class_of_id[ids] < 0]).tolist():
-            self._class_of_id[token] = CLASSES.index(class_of(self._vocabulary.token_bytes(token)))
-        classes, chunks = self._class_of_id[ids], row.student_chunk[inside]
-        # White space beside other text does not change the class. A chunk is mixed if its lowest and highest class differ.
-        visible = classes != _WHITESPACE
-        low = np.full(row.num_chunks, len(CLASSES))
-        high = np.full(row.num_chunks, -1)
-        np.minimum.at(low, chunks[visible], classes[visible])
-        np.maximum.at(high, chunks[visible], classes[visible])
-        return np.where(high < 0, _WHITESPACE, np.where(low == high, low, _MIXED))
+def _classify(vocabulary: Vocabulary, row: Alignment) -> np.ndarray:
+    """int64 [num_chunks]: for each chunk of an alignment an index into `CLASSES`, by what its student tokens spell."""
+    # White space beside other text does not change the class. A chunk is mixed if its lowest and highest class differ.
+    inside = row.student_chunk >= 0
+    ids, places = np.unique(row.student_ids[inside], return_inverse=True)
+    class_of_id = [CLASSES.index(class_of(vocabulary.token_bytes(token))) for token in ids.tolist()]
+    classes, chunks = np.array(class_of_id, np.int64)[places], row.student_chunk[inside]
+    visible = classes != _WHITESPACE
+    low, high = np.full(row.num_chunks, len(CLASSES)), np.full(row.num_chunks, -1)
+    np.minimum.at(low, chunks[visible], classes[visible])
+    np.maximum.at(high, chunks[visible], classes[visible])
+    return np.where(high < 0, _WHITESPACE, np.where(low == high, low, _MIXED))
 
 
+@cache
 def class_of(spelled: bytes) -> str:
     """The one of `CLASSES` that fits all characters of the decoded bytes, ignoring white space around them.
 
@@ -228,3 +203,321 @@ def _class_of_letter(letter: str) -> str:
     if name.startswith("LATIN"):
         return "letters"
     return "whitespace" if category[0] == "Z" else "other scripts"
+
+
+# Checks that alignments of the user's texts have the properties that the aligner guarantees.
+
+# How answers end: the stop tokens of both sides, and the number of rows that end in a pair of them.
+
+
+@dataclass(frozen=True)
+class Endings:
+    """Both sides' stop tokens, and how many of the aligned rows end in a pair of them."""
+
+    student_stops: list[str]
+    """The stop tokens' text"""
+    teacher_stops: list[str]
+    rows: int
+    ending: int
+    """Rows in which a pair of stop tokens follows the last chunk; only these teach a student to stop"""
+
+
+def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> Endings:
+    """Aligns rows as a run reads them, and reports both sides' stop tokens and how many rows end in a pair of them.
+
+    Args:
+        chats: if there are any, they are aligned in place of the texts.
+
+    Raises:
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
+    """
+    rows = align_training_rows(aligner, texts, chats)
+    return Endings(
+        student_stops=[_literal(aligner.student, token) for token in aligner.student.stops],
+        teacher_stops=[_literal(aligner.teacher, token) for token in aligner.teacher.stops],
+        rows=len(rows),
+        ending=sum(ends_in_stop(aligner, row) for row in rows),
+    )
+
+
+def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> list[Alignment]:
+    """One alignment per row, as a run reads it, but not cut to a length.
+
+    Rows are the chats, each rendered with both sides' own templates, or, if there are none, the texts, followed by eos.
+
+    Raises:
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
+    """
+    if chats:
+        return [aligner.align_messages(chat.messages, options=chat.options) for chat in chats]
+    return [
+        aligner.pair(aligner.tokenize_student(text, end=True), aligner.tokenize_teacher(text, end=True))
+        for text in map(aligner.normalize, texts)
+    ]
+
+
+def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
+    """Whether a pair of stop tokens follows the last chunk of an alignment; with no chunks, whether there is a pair."""
+    last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
+    return any(
+        student > last and int(row.student_ids[student]) in aligner.student.stops for student, _ in row.stop_pairs
+    )
+
+
+def _literal(vocabulary: Vocabulary, token: int) -> str:
+    return vocabulary.literal(token).decode(errors="replace") or f"id {token}"
+
+
+_PAD_LEFT, _PAD_RIGHT = 3, 5
+
+
+@dataclass(frozen=True, slots=True)
+class PropertyCheck:
+    """What was checked, whether it holds, and how this was found."""
+
+    name: str
+    """What must hold"""
+    passed: bool | None
+    """None: there was nothing to check"""
+    detail: str
+    """How many items were checked, the first one that failed, or the worst value and its bound"""
+
+
+def check_each(name: str, problems: Iterable[str | None], items: str) -> PropertyCheck:
+    """The result of a check of many items, which passes if none has a problem.
+
+    Without items it neither passes nor fails (`passed` is None). `detail` names the first problem and its index.
+
+    Args:
+        name: what must hold.
+        problems: for each item, what is wrong with it, or None.
+        items: what to call the items in `detail`.
+    """
+    results = list(problems)
+    failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
+    if failed:
+        i, problem = failed[0]
+        return PropertyCheck(
+            name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}"
+        )
+    return PropertyCheck(name, True if results else None, f"{len(results)} {items}")
+
+
+def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> PropertyCheck:
+    """The result of a check that all measured numbers are at most `bound`. NaN fails.
+
+    Args:
+        name: what must hold.
+        values: at least one.
+        what: put before the largest value in `detail`.
+    """
+    value = float(np.max(values))
+    return PropertyCheck(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")
+
+
+def check_alignment(
+    aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str]
+) -> list[PropertyCheck]:
+    """The results of seven checks of what the aligner guarantees, on `texts`.
+
+    The first three checks (equal bytes, order, chunks that cannot be divided) also run on the texts truncated to half.
+
+    Args:
+        aligner: for these two tokenizers, in this order.
+        texts: if there are none, the checks neither pass nor fail.
+
+    Raises:
+        ValueError: a text with a lone surrogate.
+    """
+    whole = [aligner.align(text) for text in texts]
+    pairs = [*zip(texts, whole)]
+    rows = [*pairs, *((text, _half(aligner, text, row)) for text, row in pairs)]
+    exact = [(text, row) for text, row in rows if row.exact]
+    swapped = TokenAligner(teacher_tokenizer, student_tokenizer)
+    same = TokenAligner(student_tokenizer, student_tokenizer)
+    batch = zip(whole, aligner.align_batch(list(texts)), strict=True)
+    spelled = (bytes_problem(aligner, text, row) for text, row in exact)
+    ordered = (order_problem(row) for _, row in rows)
+    undivided = (boundary_problem(aligner, text, row) for text, row in exact)
+    reversible = (difference(row, swapped.align(text).swapped()) for text, row in pairs)
+    batched = (difference(row, in_batch) for row, in_batch in batch)
+    padded = (padding_problem(aligner, row) for row in whole)
+    identical = (identity_problem(same.align(text)) for text in texts)
+    return [
+        check_each("a chunk spells the same bytes of the text on both sides", spelled, "exact rows"),
+        check_each("chunks are numbered in order, without gaps, on both sides", ordered, "rows"),
+        check_each("no chunk could be divided", undivided, "exact rows"),
+        check_each("swapping the tokenizers swaps the alignment", reversible, "rows"),
+        check_each("a batch is aligned like its rows one by one", batched, "rows"),
+        check_each("padding changes nothing", padded, "rows"),
+        check_each("a tokenizer aligned with itself has only 1:1 chunks", identical, "rows"),
+    ]
+
+
+def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[PropertyCheck]:
+    """The results of two checks on chats: equal bytes on both sides of a chunk, and paired ends of answers.
+
+    Each side renders a chat with its own template. Without chats the checks neither pass nor fail.
+
+    Raises:
+        ValueError: a tokenizer without a chat template; a text with a lone surrogate.
+    """
+    rows = [(chat, aligner.align_messages(chat.messages, options=chat.options)) for chat in chats]
+    return [
+        check_each(
+            "a chunk of a chat spells the same bytes on both sides",
+            (_chunks_problem(aligner, row, b"") for _, row in rows if row.exact),
+            "exact chats",
+        ),
+        check_each(
+            "the end of every answer is paired, so that the student learns to stop",
+            (stop_problem(chat.messages, row) for chat, row in rows),
+            "chats",
+        ),
+    ]
+
+
+def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
+    """Checks that the chunks of an exact alignment spell the text from its start, with the same bytes on both sides.
+
+    Returns what is wrong, or None.
+
+    Args:
+        text: as given to the aligner; it is normalised here.
+    """
+    expected = aligner.normalize(text).encode()
+    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, expected)
+    problem = _chunks_problem(aligner, row, expected)
+    return problem or (None if expected.startswith(b"".join(student)) else "the chunks do not spell the text")
+
+
+def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
+    """Checks that there are at least as many paired stop tokens as assistant turns; other turns may end with one, too.
+
+    Returns what is wrong, or None.
+    """
+    turns = sum(message["role"] == "assistant" for message in chat)
+    pairs = len(row.stop_pairs)
+    return None if pairs >= turns else f"{pairs} paired stop tokens for {turns} answers"
+
+
+def order_problem(row: Alignment) -> str | None:
+    """Checks that on both sides the chunk indices of the tokens run from 0 to the last, without going back or gaps.
+
+    Tokens in no chunk are passed over. Returns what is wrong, or None.
+    """
+    for side, chunks in (("student", row.student_chunk), ("teacher", row.teacher_chunk)):
+        indices = chunks[chunks >= 0]
+        steps = np.diff(indices, prepend=-1)
+        if ((steps < 0) | (steps > 1)).any() or (len(indices) and indices[-1] != row.num_chunks - 1):
+            return f"the {side}'s chunks are {indices.tolist()[:20]}, with {row.num_chunks} chunks in all"
+        if not len(indices) and row.num_chunks:
+            return f"the {side} has none of the {row.num_chunks} chunks"
+    return None
+
+
+def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
+    """Checks that no chunk could be divided: inside a chunk, student and teacher tokens never end at the same byte.
+
+    Returns what is wrong, or None.
+
+    Args:
+        row: an exact alignment of the text.
+    """
+    expected = aligner.normalize(text).encode()
+    student = _inner_ends(aligner.student, row.student_ids, row.student_chunk, expected)
+    teacher = _inner_ends(aligner.teacher, row.teacher_ids, row.teacher_chunk, expected)
+    shared = student & teacher
+    return f"both sides end a token at byte {min(shared)}, inside a chunk" if shared else None
+
+
+def difference(one: Alignment, other: Alignment) -> str | None:
+    """What differs first between two alignments (ids, chunks, counts or exactness), in words; None if nothing does.
+
+    Methods, dropped tokens, stop pairs and lossy stretches are not compared.
+    """
+    for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
+        if not np.array_equal(getattr(one, name), getattr(other, name)):
+            return f"{name} differ"
+    if (one.num_chunks, one.counts) != (other.num_chunks, other.counts):
+        return f"{one.num_chunks} chunks {one.counts}, but {other.num_chunks} chunks {other.counts}"
+    return None if one.exact == other.exact else f"exact is {one.exact}, but {other.exact}"
+
+
+def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
+    """Checks that `align_ids` gives an alignment's ids the same chunks with masked padding around them as without it.
+
+    Returns what is wrong, or None.
+    """
+    plain = aligner.align_ids(row.student_ids, row.teacher_ids)
+    student, student_mask = _padded(row.student_ids)
+    teacher, teacher_mask = _padded(row.teacher_ids)
+    padded = aligner.align_ids(student, teacher, student_mask=student_mask, teacher_mask=teacher_mask)
+    for side in ("student", "teacher"):
+        before, after = getattr(plain, f"{side}_chunk"), getattr(padded, f"{side}_chunk")
+        expected = np.pad(before, (_PAD_LEFT, _PAD_RIGHT), constant_values=-1)
+        if not np.array_equal(after, expected):
+            return f"the {side}'s chunks differ"
+    return None
+
+
+def identity_problem(row: Alignment) -> str | None:
+    """Checks that the alignment of a tokenizer with itself has only 1:1 chunks, the same on both sides.
+
+    Tokens in no chunk are allowed. Returns what is wrong, or None.
+    """
+    if not np.array_equal(row.student_chunk, row.teacher_chunk):
+        return "the two sides have different chunks"
+    others = {kind: count for kind, count in row.counts.items() if kind != "1:1" and count}
+    return f"other chunks: {others}" if others else None
+
+
+def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
+    """The alignment of a text, truncated: each side's limit is half of its tokens in `row`, at least one."""
+    student, teacher = (max(1, len(ids) // 2) for ids in (row.student_ids, row.teacher_ids))
+    return aligner.align(text, max_student_tokens=student, max_teacher_tokens=teacher)
+
+
+def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
+    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None."""
+    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, text)
+    teacher = _chunk_bytes(aligner.teacher, row.teacher_ids, row.teacher_chunk, row.num_chunks, text)
+    for i, (left, right) in enumerate(zip(student, teacher)):
+        if left != right:
+            return f"chunk {i} is {left!r} for the student, {right!r} for the teacher"
+    return None
+
+
+def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
+    """(chunk, bytes) of every token that lies in a chunk; a chunk index of -1 means none."""
+    pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
+    spelled = b"".join(piece for _, piece in pieces)
+    # Some tokenizers put a dummy space before the text.
+    if text and spelled.startswith(b" ") and not text.startswith(spelled):
+        pieces[0] = (pieces[0][0], pieces[0][1][1:])
+    return pieces
+
+
+def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
+    """The bytes of each chunk on one side; empty for a chunk without tokens there."""
+    spelled = [b""] * count
+    for chunk, piece in _pieces(vocabulary, ids, chunks, text):
+        spelled[chunk] += piece
+    return spelled
+
+
+def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
+    """Byte positions at which tokens end inside their chunk, that is, without the last token of each chunk."""
+    pieces = _pieces(vocabulary, ids, chunks, text)
+    ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
+    return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
+
+
+def _padded(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids with padding on both sides, and the mask (int32, 1 for the ids)."""
+    # The padding's id also occurs in the text: only the mask tells them apart.
+    filler = int(ids[0]) if len(ids) else 0
+    mask = np.pad(np.ones(len(ids), dtype=np.int32), (_PAD_LEFT, _PAD_RIGHT))
+    return np.pad(ids, (_PAD_LEFT, _PAD_RIGHT), constant_values=filler), mask

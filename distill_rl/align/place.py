@@ -6,10 +6,8 @@ import re
 
 import numpy as np
 
-from distill_rl.align.alignment import Tokenized
-from distill_rl.align.spans import TokenChunks, TokenPositions, gather_bytes, keep_chunks
-from distill_rl.align.tokenizer import WHITE_SPACE
-from distill_rl.align.vocabulary import SPACE, Vocabulary
+from distill_rl.align.alignment import TokenChunks, Tokenized, TokenPositions, gather_bytes, keep_chunks
+from distill_rl.align.vocabulary import SPACE, WHITE_SPACE, Vocabulary
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 

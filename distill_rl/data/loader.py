@@ -1,7 +1,7 @@
 """The global order of documents, cut into global batches.
 
 The order is a pure function of the seed and the place in it (`order`), and with several sources of their weights
-(`mixture`). Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
+(`reading/source.py`). Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
 only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was
 resumed.
 """

@@ -36,16 +36,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distill_rl.align.alignment import chunk_bounds, keep_chunks
 from distill_rl.align.dp.problem import (
     CanonicalTables,
     CanonicalTokens,
+    Solution,
     WindowProblem,
     make_problems,
     score_of,
     solve_in_numpy,
 )
 from distill_rl.align.ids import same_spelling
-from distill_rl.align.spans import chunk_bounds, keep_chunks
 from distill_rl.align.vocabulary import Vocabulary
 
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
@@ -85,16 +86,6 @@ def missing_for_cuda() -> Missing | None:
         return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
     rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
     return Missing(rule, "set aligner.dp.backend=numba")
-
-
-def require_cuda() -> None:
-    """Raises an error unless the CUDA backend can run on this machine; initialises the CUDA driver.
-
-    Raises:
-        ValueError: it cannot run; the message names what is missing and the remedy.
-    """
-    if missing := missing_for_cuda():
-        raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
 
 
 def _first_line(error: object) -> str:
@@ -238,10 +229,7 @@ def align_windows(
     return results
 
 
-Solver = Callable[[list[WindowProblem]], list[tuple[np.ndarray, np.ndarray, int]]]
-
-
-def load_backend(name: str) -> Solver:
+def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
     """The function that solves problems with this backend; its module is imported on this call.
 
     It takes a list of `WindowProblem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
@@ -251,14 +239,15 @@ def load_backend(name: str) -> Solver:
         name: numba | numpy | cuda.
 
     Raises:
-        ValueError: an unknown name; "cuda" where it cannot run (`require_cuda`).
+        ValueError: an unknown name; "cuda" where it cannot run (`missing_for_cuda`).
     """
     if name == "numpy":
         return solve_in_numpy
     if name == "numba":
         from distill_rl.align.dp.compiled import solve
     elif name == "cuda":
-        require_cuda()
+        if missing := missing_for_cuda():
+            raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
         from distill_rl.align.dp.cuda import solve
     else:
         raise ValueError(f"the backend of the dynamic programme must be one of {', '.join(BACKENDS)}; it is {name!r}")
