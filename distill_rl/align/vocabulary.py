@@ -151,7 +151,7 @@ class Description:
         prefix = self.model.get("continuing_subword_prefix") or ""
         suffix = self.model.get("end_of_word_suffix") or ""
         fallback, byte_level, metaspace = bool(self.model.get("byte_fallback")), self.byte_level, self.metaspace
-        letters = _Letters(byte_of_letter())
+        letters = byte_of_letter()
 
         def spell(piece: str) -> tuple[bytes, bool]:
             """The bytes of a piece, and whether it is a byte-fallback piece."""
@@ -160,22 +160,14 @@ class Description:
             piece = piece.removeprefix(prefix).removesuffix(suffix)
             if byte_level:
                 try:
-                    return piece.translate(letters).encode("latin-1"), False
-                except UnicodeEncodeError:
+                    return bytes([letters[ord(letter)] for letter in piece]), False
+                except KeyError:
                     pass  # a letter outside the byte map: the decoder, too, takes such a piece literally
             elif metaspace:
                 piece = piece.replace(metaspace, " ")
             return piece.encode(errors="surrogatepass"), False
 
         return spell
-
-
-class _Letters(dict[int, int]):
-    """For `str.translate`: letters outside the byte map become one that Latin-1 cannot encode."""
-
-    def __missing__(self, letter: int) -> int:
-        """0xFFFF, for every letter outside the byte map."""
-        return 0xFFFF
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from distill_rl.align import CoverageReport, TokenAligner
-    from distill_rl.align.audit import Endings, PropertyCheck
     from distill_rl.align.chats import Chat
+    from distill_rl.align.verify import Endings, PropertyCheck
     from distill_rl.config.schema import DataConfig
 
 VERIFIED, VERIFIED_CHARACTERS = 32, 8000
@@ -95,7 +95,7 @@ def align(
     from rich.markup import escape
 
     from distill_rl.align import audit
-    from distill_rl.align.audit import endings
+    from distill_rl.align.verify import endings
     from distill_rl.config.schema import DataConfig
 
     if limit < 1:
@@ -196,8 +196,8 @@ def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[PropertyCheck]:
     Raises:
         ValueError: no text with a chunk.
     """
-    from distill_rl.align.audit import align_training_rows, check_alignment, check_chats
     from distill_rl.align.projection import build_projection
+    from distill_rl.align.verify import align_training_rows, check_alignment, check_chats
     from distill_rl.preflight.verify import check_losses, check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]

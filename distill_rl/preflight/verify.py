@@ -19,8 +19,8 @@ from torch import Tensor
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.alignment import COUNTS
-from distill_rl.align.audit import PropertyCheck, check_bound, check_each
 from distill_rl.align.projection import Projection, build_projection
+from distill_rl.align.verify import PropertyCheck, check_bound, check_each
 from distill_rl.losses import (
     METHODS,
     ChunkOutput,

@@ -105,7 +105,7 @@ def test_tools_of_a_row_go_to_both_templates(root: Path, tmp_path: Path) -> None
 def test_a_failed_check_is_shown_and_exits_1(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distill_rl.align.audit import PropertyCheck
+    from distill_rl.align.verify import PropertyCheck
     from distill_rl.preflight import verify as losses
 
     monkeypatch.setattr(losses, "check_losses", lambda *_, **__: [PropertyCheck("a loss is right", False, "off by 1")])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.audit import check_alignment, check_chats
 from distill_rl.align.chats import Chat
 from distill_rl.align.projection import build_projection
+from distill_rl.align.verify import check_alignment, check_chats
 from distill_rl.losses import METHODS
 from distill_rl.preflight.verify import check_losses
 from tests.helpers.align import FAMILIES, SENTENCES, family

@@ -585,7 +585,7 @@ class TemplateCoverage:
             text: the template's output for it.
         """
         messages, options = document["messages"], template_options(document)
-        write = partial(render, self.tokenizer, **options)
+        chat = RenderedChat(partial(render, self.tokenizer, **options), messages, text)
         missing: dict[ChatPart, None] = {}
         unsure: dict[ChatPart, None] = {}
         for i, message in enumerate(messages):
@@ -597,10 +597,10 @@ class TemplateCoverage:
                     if part not in self._written:
                         unsure[part] = None
                         if self._misses[part] < _PATIENCE:
-                            self._record(part, _message_changes(write, messages, i, key, text))
-                elif not self._writes(write, messages, i, key, kind, text):
+                            self._record(part, chat.changes_with_key(i, key))
+                elif not self._writes(chat, i, key, kind):
                     missing[part] = None
-            if _cuts_thought(write, messages, i, text):
+            if chat.cuts_thought(i):
                 missing[ChatPart(message["role"], _THOUGHT)] = None
         for key, value in options.items():
             part = ChatPart("", key)
@@ -613,19 +613,17 @@ class TemplateCoverage:
                 self._record(part, _differs(lambda: text, without) is not False)
         return (*missing, *(part for part in unsure if part not in self._written))
 
-    def _writes(
-        self, write: Callable[..., str], messages: Sequence[Message], i: int, key: str, kind: Hashable, text: str
-    ) -> bool:
+    def _writes(self, chat: RenderedChat, i: int, key: str, kind: Hashable) -> bool:
         """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls."""
-        value, known = messages[i][key], (kind, key)
-        found = all(_occurs(part, text) for part in _texts_in(value))
+        value, known = chat.messages[i][key], (kind, key)
+        found = all(_occurs(part, chat.text) for part in _texts_in(value))
         if known in self._written and (found or self._rewritten[known] >= _PATIENCE):
             return True
         if known not in self._written and self._misses[known] >= _PATIENCE:
             return False
-        written = _message_changes(write, messages, i, key, text)
+        written = chat.changes_with_key(i, key)
         if key == "tool_calls" and isinstance(value, list | tuple):
-            written = written and all(_writes_call(write, messages, i, call, text) for call in range(len(value)))
+            written = written and all(chat.writes_call(i, call) for call in range(len(value)))
         self._record(known, written)
         self._rewritten[known] += written and not found
         return written
@@ -662,56 +660,56 @@ class TemplateCoverage:
             self._misses[part] += 1
 
 
-def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
-    # Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also
-    # whether that of the chat up to the message does.
-    # True as well if the template refuses every chat without the key, since it must have read it.
-    message = messages[i]
-    changed = {name: value for name, value in message.items() if name != key}
-    if isinstance(message[key], str) or key == "content":
-        changed[key] = _MARK
-    _, ends, answer = text_of(message).rpartition("</think>")
-    only_last = key not in ("content", "tool_calls", "function_call") or bool(
-        key == "content" and ends and not answer.strip()
-    )
-    return _changes(write, messages, i, changed, text, only_last=only_last)
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat and its text, to find out what the template writes of it: what the text changes with."""
 
+    write: Callable[..., str]
+    """Messages → text with the template"""
+    messages: Sequence[Message]
+    text: str
 
-def _changes(
-    write: Callable[..., str],
-    messages: Sequence[Message],
-    i: int,
-    changed: Message,
-    text: str,
-    *,
-    only_last: bool = False,
-) -> bool:
-    """The same with another message in the place of message i."""
-    before, after = messages[:i], messages[i + 1 :]
-    whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
-    if not after or whole or (whole is False and not only_last):
-        return whole is not False
-    alone = _differs(lambda: write([*before, messages[i]]), lambda: write([*before, changed]))
-    return bool(alone) or (whole is None and alone is None)
+    def changes_with_key(self, i: int, key: str) -> bool:
+        """Whether the text changes with a key of message i."""
+        # For a thought, or what describes a message, also whether that of the chat up to the message does. True as well
+        # if the template refuses every chat without the key, since it must have read it.
+        message = self.messages[i]
+        changed = {name: value for name, value in message.items() if name != key}
+        if isinstance(message[key], str) or key == "content":
+            changed[key] = _MARK
+        _, ends, answer = text_of(message).rpartition("</think>")
+        is_thought = key == "content" and bool(ends) and not answer.strip()
+        return self._changes(i, changed, only_last=is_thought or key not in ("content", "tool_calls", "function_call"))
 
+    def _changes(self, i: int, changed: Message, *, only_last: bool = False) -> bool:
+        """The same with another message in the place of message i."""
+        before, after = self.messages[:i], self.messages[i + 1 :]
+        whole = _differs(lambda: self.text, lambda: self.write([*before, changed, *after]))
+        if not after or whole or (whole is False and not only_last):
+            return whole is not False
+        alone = _differs(lambda: self.write([*before, self.messages[i]]), lambda: self.write([*before, changed]))
+        return bool(alone) or (whole is None and alone is None)
 
-def _writes_call(write: Callable[..., str], messages: Sequence[Message], i: int, call: int, text: str) -> bool:
-    """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
-    calls = messages[i]["tool_calls"]
-    without = {**messages[i], "tool_calls": [*calls[:call], *calls[call + 1 :]]}
-    if len(calls) > 1 and not _changes(write, messages, i, without, text):
-        return False
-    function = calls[call].get("function", calls[call]) if isinstance(calls[call], Mapping) else {}
-    function = function if isinstance(function, Mapping) else {}
-    others = [{**function, "name": _MARK}] if function.get("name") else []
-    if function.get("arguments"):
-        others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
-    for other in others:
-        whole = {**calls[call], "function": other} if "function" in calls[call] else other
-        changed = {**messages[i], "tool_calls": [*calls[:call], whole, *calls[call + 1 :]]}
-        if not _changes(write, messages, i, changed, text):
+    def writes_call(self, i: int, call: int) -> bool:
+        """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
+        calls = self.messages[i]["tool_calls"]
+        before, given, after = calls[:call], calls[call], calls[call + 1 :]
+        if len(calls) > 1 and not self._changes(i, {**self.messages[i], "tool_calls": [*before, *after]}):
             return False
-    return True
+        function = given.get("function", given) if isinstance(given, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
+        others = [{**function, "name": _MARK}] if function.get("name") else []
+        if function.get("arguments"):
+            others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
+        changed = [{**given, "function": other} if "function" in given else other for other in others]
+        return all(self._changes(i, {**self.messages[i], "tool_calls": [*before, other, *after]}) for other in changed)
+
+    @_if_refused(False)
+    def cuts_thought(self, i: int) -> bool:
+        """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
+        thought, ends, _ = text_of(self.messages[i]).partition("</think>")
+        thought = thought.partition("<think>")[2].strip()
+        return bool(ends and thought) and thought not in self.text and thought not in self.write(self.messages[: i + 1])
 
 
 def _with_less(arguments: Any) -> Iterator[Any]:
@@ -723,21 +721,11 @@ def _with_less(arguments: Any) -> Iterator[Any]:
         yield json.dumps(less, ensure_ascii=False) if is_text else less
 
 
-@_if_refused(False)
-def _cuts_thought(write: Callable[..., str], messages: Sequence[Message], i: int, text: str) -> bool:
-    """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
-    thought, ends, _ = text_of(messages[i]).partition("</think>")
-    thought = thought.partition("<think>")[2].strip()
-    if not ends or not thought or thought in text:
-        return False
-    return thought not in write(messages[: i + 1])
-
-
 def _texts_in(value: Any) -> Iterator[str]:
     """Yields what a reader of a value would look for: texts and numbers; names and arguments of tool calls."""
     if isinstance(value, str):
         before, ends, after = value.partition("</think>")
-        yield after if ends and "<think>" in before else value  # a thought is looked for by `_cuts_thought`
+        yield after if ends and "<think>" in before else value  # a thought is looked for by `cuts_thought`
     elif isinstance(value, Mapping):
         if "function" in value:
             value = value["function"]

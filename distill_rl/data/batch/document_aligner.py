@@ -398,7 +398,7 @@ class DocumentAligner:
         return [self._aligned(attempt) for attempt in attempts]
 
     def _aligned(self, attempt: _Attempt) -> AlignedDocument:
-        """The document in pieces; in none if it failed, or a store that should have them does not."""
+        """The document in pieces, or left out: if it has failed, or a store that should have the pieces does not."""
         pieces, names, weights, stored = None, dict[int, bytes](), weights_of(attempt.document), self._stored
         if attempt.tokens is not None:
             names = attempt.tokens.names
@@ -406,13 +406,15 @@ class DocumentAligner:
                 pieces = self._pieces(attempt.tokens)
         is_stored = pieces is None or stored.have(pieces, names, weights)
         is_kept = pieces is not None and is_stored
+        if pieces is None or not is_stored:
+            pieces = [DocumentPiece(NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT), {})]
         made = [
             AlignedPiece(
                 piece.encoded,
                 {i: piece.alignments.get(i, LEFT_OUT) for i in self._teachers},
                 {i: ref_and_tokens(piece, i, names)[0] if asked(weights, i) else NOTHING for i in stored.teachers},
             )
-            for piece in (pieces if pieces is not None and is_stored else [DocumentPiece(NO_TOKENS, {}, {})])
+            for piece in pieces
         ]
         return AlignedDocument(row_of(attempt.document), made, weights, is_kept, is_stored, attempt.bad)
 

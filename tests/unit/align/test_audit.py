@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distill_rl.align import TokenAligner, audit
-from distill_rl.align.audit import FEW_SINGLES, advise, class_of
+from distill_rl.align.verify import FEW_SINGLES, advise, class_of
 from tests.helpers.align import SENTENCES, family, unknown_is_eos
 from tests.helpers.tokenizers import seeded_words
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distill_rl.align import Alignment, TokenAligner
-from distill_rl.align import audit as checks
-from distill_rl.align.audit import check_bound, check_each
+from distill_rl.align import verify as checks
 from distill_rl.align.chats import Chat
+from distill_rl.align.verify import check_bound, check_each
 from tests.helpers.align import family
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.audit import PropertyCheck, align_training_rows
 from distill_rl.align.chats import Chat
 from distill_rl.align.projection import Projection, build_projection
+from distill_rl.align.verify import PropertyCheck, align_training_rows
 from distill_rl.preflight.verify import check_stops
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
