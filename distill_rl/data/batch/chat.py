@@ -40,7 +40,8 @@ _OPENED_THOUGHT = re.compile(
 """At the end of a header: a thought that is opened, and perhaps ended."""
 _MARK = "\ue000"
 _QUESTION = {"role": "user", "content": "?"}
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _KEPT: WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 """For a tokenizer: template, special tokens and variables → what was found of them (`_once`)."""
 _MOST_KEPT = 256
@@ -84,7 +85,7 @@ def _once(find: Callable[[Write], T]) -> Callable[[Write], T]:
     return known
 
 
-def _if_refused(result: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def _if_refused(result: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """The same function, with this result where the template fails on a chat, or text is not found: a template can raise anything."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
