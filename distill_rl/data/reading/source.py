@@ -57,7 +57,7 @@ class Source:
     """Whether the files are read block by block because of their size."""
     reading: str = ""
     """What else decides which rows there are; enters the fingerprint."""
-    window_bytes: int = WINDOW_BYTES
+    window_bytes: int = field(default_factory=lambda: WINDOW_BYTES)
     """Most memory of the blocks of a window; one of several sources has a share of it."""
     _selection: _Selection | None = field(default=None, init=False)
     _kept_documents: dict[int, Mapping[str, Any]] | None = field(default=None, init=False)
