@@ -5,8 +5,8 @@ A library of its own: importing it needs numpy and nothing else of this package.
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment, Tokenized
-from distill_rl.align.audit import CoverageReport, audit
 from distill_rl.align.chats import content_spans
+from distill_rl.align.verify import CoverageReport, audit
 from distill_rl.align.vocabulary import Vocabulary, common_vocabulary
 
 __all__ = [

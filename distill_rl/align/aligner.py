@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
+from distill_rl.align.alignment import (
+    Alignment,
+    TokenChunks,
+    Tokenized,
+    TokenPositions,
+    chunks_by_spans,
+    chunks_of_places,
+    outside_of_chunks,
+)
 from distill_rl.align.chats import Message, content_spans, render
 from distill_rl.align.dp.windows import IdPair, WindowSolver
-from distill_rl.align.ids import IdAligner, IdAlignment
+from distill_rl.align.ids import IdAligner, IdAlignment, StopPairs, TokenSide, pair_stops, pair_stops_of_spans
 from distill_rl.align.place import encode, equal_spans, keep_same_place, place_by_bytes, place_by_offsets, strips_spans
-from distill_rl.align.side import TokenSide
-from distill_rl.align.spans import TokenChunks, TokenPositions, chunks_by_spans, chunks_of_places
-from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
-from distill_rl.align.tokenizer import TextEncoder
-from distill_rl.align.vocabulary import Vocabulary, compose, read_vocabulary
+from distill_rl.align.vocabulary import TextEncoder, compose, read_vocabulary
 
 # Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse.
 
@@ -40,7 +44,9 @@ def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
     """
     if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
         return np.ascontiguousarray(ids)
-    row = _as_array(name, ids)
+    row = _as_array(ids)
+    if row is None:
+        raise ValueError(f"{name}: {_RULE}, got {_describe(ids)}; pass the tokenizer's input_ids")
     if row.ndim != 1:
         raise ValueError(f"{name}: ids must be one row, got an array of shape {row.shape}; align rows one by one")
     if not len(row):
@@ -52,44 +58,32 @@ def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
     return row.astype(np.int32)
 
 
-def _as_array(name: str, ids: Any) -> np.ndarray:
-    """The ids as an array of integers of any width, or of Python integers as objects; its shape is not checked."""
+def _as_array(ids: Any) -> np.ndarray | None:
+    """The ids as an array of integers of any width, or of Python integers as objects, of any shape; None if they are none."""
     if ids is None or isinstance(ids, _TEXT):
-        raise ValueError(_not_integers(name, ids))
+        return None
     try:
         row = np.asarray(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        # Rows of unequal length; tensors on a GPU, of bfloat16, or with a gradient.
-        raise ValueError(_not_integers(name, ids)) from error
+    except (TypeError, ValueError, RuntimeError):
+        return None  # rows of unequal length; tensors on a GPU, of bfloat16, or with a gradient
     if row.ndim == 1 and not len(row) and row.dtype.kind in "iuf":
         return np.zeros(0, np.int32)  # numpy reads an empty list as floats
     # numpy reads [True, 7] as [1, 7], and integers too wide for any dtype as floats or objects.
     kinds = set(map(type, ids)) if row.ndim == 1 and isinstance(ids, Sequence) else {row.dtype.type}
     if row.dtype.kind in "iu" and kinds.isdisjoint((bool, np.bool_)):
         return row
-    if kinds == {int} or (row.dtype.kind == "O" and row.ndim == 1 and set(map(type, row)) == {int}):
-        return np.array(ids, object)
-    raise ValueError(_not_integers(name, ids))
-
-
-def _not_integers(name: str, ids: Any) -> str:
-    return f"{name}: {_RULE}, got {_describe(ids)}; pass the tokenizer's input_ids"
+    is_wide = kinds == {int} or (row.dtype.kind == "O" and row.ndim == 1 and set(map(type, row)) == {int})
+    return np.array(ids, object) if is_wide else None
 
 
 def _describe(value: Any) -> str:
     """A value's type, its device unless that is the CPU, and as much of it as fits on a line, for a message."""
     if value is None:
         return "None"
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        kind, shown = type(value).__name__, repr(value)
-    else:
-        device = str(getattr(value, "device", "cpu"))
-        kind = str(dtype) if device == "cpu" else f"{dtype} on {device}"
-        shown = f"{value!r}".replace("\n", " ")
-    if len(shown) > 60:
-        shown = shown[:57] + "…"
-    return f"{kind} {shown}"
+    dtype, device = getattr(value, "dtype", None), str(getattr(value, "device", "cpu"))
+    kind = type(value).__name__ if dtype is None else f"{dtype}{'' if device == 'cpu' else f' on {device}'}"
+    shown = f"{value!r}".replace("\n", " ")
+    return f"{kind} {shown if len(shown) <= 60 else f'{shown[:57]}…'}"
 
 
 class _Located(NamedTuple):
@@ -98,167 +92,6 @@ class _Located(NamedTuple):
     sides: tuple[TokenPositions, TokenPositions]
     method: str
     """`bytes` if both sides were placed by their bytes, otherwise `offsets`"""
-
-
-class PairAligner:
-    """Aligns two tokenizations of one document, by the steps that a method allows.
-
-    Args:
-        encoders, vocabularies: (student, teacher).
-        method: that of `TokenAligner`.
-        by_ids: aligns ids by their bytes, where the text does not say how they belong together.
-    """
-
-    def __init__(
-        self,
-        encoders: tuple[TextEncoder, TextEncoder],
-        vocabularies: tuple[Vocabulary, Vocabulary],
-        method: str,
-        by_ids: IdAligner,
-    ):
-        self.method = method
-        self._encoders, self._vocabularies, self._by_ids = encoders, vocabularies, by_ids
-        self._same_tokenizer = vocabularies[0].hash == vocabularies[1].hash
-
-    def pair(self, student: Tokenized, teacher: Tokenized) -> Alignment:
-        """The whole alignment, as `TokenAligner.pair` returns it without limits.
-
-        Raises:
-            ValueError: as there, but for a negative limit.
-        """
-        if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
-            counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]
-            raise ValueError(
-                f"both sides must have the same number of spans, got {counts[0]} and {counts[1]}; pair the same messages"
-            )
-        texts = encode(student.text), encode(teacher.text)
-        if student.spans is None or teacher.spans is None:
-            return self._pair_texts(student, teacher, texts)
-        return self._pair_spans(student, teacher, texts)
-
-    def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns two tokenizations of one text by the first of these steps that `self.method` allows and that works."""
-        if texts[0] != texts[1]:
-            raise ValueError(
-                f"both sides of a document must have one text, got {len(texts[0])} and {len(texts[1])} bytes; "
-                "normalize it once"
-            )
-        ids = student.ids, teacher.ids
-        by_bytes = [
-            place_by_bytes(vocabulary, row, text, written_specials=False)
-            for vocabulary, row, text in zip(self._vocabularies, ids, texts)
-        ]
-        left, right = by_bytes
-        spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
-        # 1. Both sides' tokens spell the text: chunks end where both sides end a token.
-        if left is not None and right is not None and self.method in ("auto", "bytes"):
-            stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
-            return make_alignment(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
-
-        sides = [TokenSide.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
-        located = self._locate((student, teacher), by_bytes)
-        # 2. The sides spell the same bytes, but not those of the text: two tokenizers that make the same change.
-        if self.method in ("auto", "bytes"):
-            same = self._by_ids.align_same_bytes(*sides)
-            # Where each side spells only a part of the text, the two may be equal by coincidence.
-            if same is not None and (located is None or keep_same_place(same.chunks, *located.sides) is same.chunks):
-                return make_alignment(ids, same.chunks, "bytes", False, self._stops(same, ids, located, spans))
-
-        # 3. Offsets: chunks between shared positions where the tokens spell what they cover.
-        exact = all(positions is not None and positions.exact for positions in by_bytes)
-        by_position = None
-        if located is not None and self.method in ("auto", "offsets"):
-            by_position = self._by_positions(ids, located, spans, spans, exact)
-            if by_position.num_chunks or self.method == "offsets":
-                return by_position
-
-        # 4. Equal bytes at both ends, with the dynamic programme in between; without chunks that the positions contradict.
-        result = self._by_ids.align(*sides, everything_by_dp=self.method == "dp")
-        chunks = result.chunks if located is None else keep_same_place(result.chunks, *located.sides)
-        alignment = make_alignment(ids, chunks, result.method, exact, self._stops(result, ids, located, spans))
-        if by_position is None or exact:
-            return alignment
-        ends = outside_of_chunks(by_position.lossy_ends, alignment.student_chunk, alignment.teacher_chunk)
-        return replace(alignment, lossy_ends=ends)
-
-    def _stops(self, result: IdAlignment, ids: IdPair, located: _Located | None, spans: np.ndarray) -> StopPairs:
-        """Stop pairs by the tokens' positions in the text or, where these are unknown, by the bytes before them."""
-        if located is None:
-            return pair_stops(*result.sides, *ids)
-        return pair_stops_of_spans(self._vocabularies, ids, located.sides, spans)
-
-    def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns only the text that both sides' spans have in common; the rest of the two texts may differ."""
-        # Both sides must have equally many spans. Two spans that read differently make the alignment inexact; they
-        # give no chunks if they also differ without the white space around them. A special token that strips white
-        # space of a span makes it inexact, too.
-        tokenized = student, teacher
-        by_bytes = [
-            place_by_bytes(vocabulary, side.ids, text, written_specials=True)
-            for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
-        ]
-        equal, spans = equal_spans(tokenized, texts)
-        located = self._locate(tokenized, by_bytes)
-        if located is None:
-            raise ValueError("ids with spans must be those of their text, got others; use the ids of tokenize_messages")
-        exact = all(positions is not None and positions.exact for positions in by_bytes)
-        exact = exact and np.array_equal(equal, spans)
-        sides = zip(self._vocabularies, tokenized, located.sides, (spans[:, :2], spans[:, 2:]))
-        exact = exact and not any(
-            strips_spans(vocabulary, side.ids, positions, bounds) for vocabulary, side, positions, bounds in sides
-        )
-        return self._by_positions((student.ids, teacher.ids), located, equal, spans, exact)
-
-    def _locate(
-        self, tokenized: tuple[Tokenized, Tokenized], by_bytes: Sequence[TokenPositions | None]
-    ) -> _Located | None:
-        """Both sides' positions: those of `by_bytes` where there are any, otherwise from offsets."""
-        # With the method `offsets`, positions always come from offsets. None if a side needs offsets and `_offsets`
-        # finds none.
-        sides, method = [], "bytes"
-        for i, (side, positions) in enumerate(zip(tokenized, by_bytes)):
-            if positions is None or self.method == "offsets":
-                offsets, method = self._offsets(i, side), "offsets"
-                if offsets is None:
-                    return None
-                positions = place_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
-            sides.append(positions)
-        return _Located((sides[0], sides[1]), method)
-
-    def _by_positions(
-        self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool
-    ) -> Alignment:
-        """The alignment of tokens whose positions are known: chunks inside `equal`, and stop pairs after the `spans`."""
-        # Identical ids of two copies of one tokenizer match even where they do not spell the text.
-        sides = located.sides
-        if self._same_tokenizer and np.array_equal(*ids):
-            # Both sides lose the same text, so their tokens match even where they do not spell it.
-            sides = replace(sides[0], faithful=None), replace(sides[1], faithful=None)
-        chunks = chunks_by_spans(*sides, equal)
-        stops = pair_stops_of_spans(self._vocabularies, ids, sides, spans)
-        return make_alignment(ids, chunks, located.method, exact, stops)
-
-    def _offsets(self, i: int, tokenized: Tokenized) -> np.ndarray | None:
-        """int64 [n, 2]: the characters that each token covers; None if the ids are not the tokenizer's for this text."""
-        # The offsets that the side brings are returned unchecked. Without any, the text is encoded again, with and
-        # without the special tokens around it (a chat: as a rendered text). The ids may be cut short, or be followed
-        # by special tokens, which cover no characters.
-        if tokenized.offsets is not None:
-            return tokenized.offsets
-        encoder, ids = self._encoders[i], tokenized.ids
-        encodings: list[Callable[[str], tuple[np.ndarray, np.ndarray]]] = [
-            encoder.offsets,
-            partial(encoder.offsets, add_special=False),
-        ]
-        if tokenized.spans is not None:
-            encodings = [partial(encoder.chat, contents=tokenized.spans)]
-        for encode_with_offsets in encodings:
-            expected, offsets = encode_with_offsets(tokenized.text)
-            size = min(len(expected), len(ids))
-            rest = ids[size:]
-            if np.array_equal(expected[:size], ids[:size]) and self._vocabularies[i].special[rest].all():
-                return np.concatenate([offsets[:size], np.zeros((len(rest), 2), np.int64)])
-        return None
 
 
 def make_alignment(
@@ -328,7 +161,6 @@ class TokenAligner:
         self._composes = "nfc" in (self.student.normalization, self.teacher.normalization)
         self._windows = WindowSolver(self.student, self.teacher, fast_ids=fast_ids, backend=backend, band=band)
         self._by_ids = IdAligner(fast_ids, self._windows if method in ("auto", "dp") else None)
-        self._pairing = PairAligner(self._encoders, self._vocabularies, method, self._by_ids)
 
     def normalize(self, text: str) -> str:
         """Returns the text in NFC if NFC is all that one of the tokenizers does to a text, otherwise unchanged.
@@ -365,11 +197,8 @@ class TokenAligner:
         normalized = [self.normalize(text) for text in texts]
         for text in normalized:
             encode(text)
-        sides = [
-            [Tokenized(ids, text) for ids, text in zip(encoder.batch(normalized), normalized)]
-            for encoder in self._encoders
-        ]
-        pairs = list(zip(*sides))
+        rows = zip(normalized, *(encoder.batch(normalized) for encoder in self._encoders))
+        pairs = [(Tokenized(student, text), Tokenized(teacher, text)) for text, student, teacher in rows]
         self.solve_ahead(pairs)
         limits = {"max_student_tokens": max_student_tokens, "max_teacher_tokens": max_teacher_tokens}
         return [self.pair(student, teacher, **limits) for student, teacher in pairs]
@@ -565,10 +394,139 @@ class TokenAligner:
             ValueError: different texts without spans; only one side has spans, or the sides have different numbers of
                 them; ids with spans that are not those of their text; a lone surrogate; a negative limit.
         """
-        alignment = self._pairing.pair(student, teacher)
+        if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
+            counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]
+            raise ValueError(
+                f"both sides must have the same number of spans, got {counts[0]} and {counts[1]}; pair the same messages"
+            )
+        texts = encode(student.text), encode(teacher.text)
+        align = self._pair_texts if student.spans is None else self._pair_spans
+        alignment = align(student, teacher, texts)
         if max_student_tokens is None and max_teacher_tokens is None:
             return alignment
         return alignment.cut(
             len(alignment.student_ids) if max_student_tokens is None else max_student_tokens,
             len(alignment.teacher_ids) if max_teacher_tokens is None else max_teacher_tokens,
         )
+
+    def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
+        """Aligns two tokenizations of one text by the first of these steps that `self.method` allows and that works."""
+        if texts[0] != texts[1]:
+            raise ValueError(
+                f"both sides of a document must have one text, got {len(texts[0])} and {len(texts[1])} bytes; "
+                "normalize it once"
+            )
+        ids = student.ids, teacher.ids
+        by_bytes = [
+            place_by_bytes(vocabulary, row, text, written_specials=False)
+            for vocabulary, row, text in zip(self._vocabularies, ids, texts)
+        ]
+        left, right = by_bytes
+        spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
+        # 1. Both sides' tokens spell the text: chunks end where both sides end a token.
+        if left is not None and right is not None and self.method in ("auto", "bytes"):
+            stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
+            return make_alignment(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
+
+        sides = [TokenSide.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
+        located = self._locate((student, teacher), by_bytes)
+        # 2. The sides spell the same bytes, but not those of the text: two tokenizers that make the same change.
+        if self.method in ("auto", "bytes"):
+            same = self._by_ids.align_same_bytes(*sides)
+            # Where each side spells only a part of the text, the two may be equal by coincidence.
+            if same is not None and (located is None or keep_same_place(same.chunks, *located.sides) is same.chunks):
+                return make_alignment(ids, same.chunks, "bytes", False, self._stops(same, ids, located, spans))
+
+        # 3. Offsets: chunks between shared positions where the tokens spell what they cover.
+        exact = all(positions is not None and positions.exact for positions in by_bytes)
+        by_position = None
+        if located is not None and self.method in ("auto", "offsets"):
+            by_position = self._by_positions(ids, located, spans, spans, exact)
+            if by_position.num_chunks or self.method == "offsets":
+                return by_position
+
+        # 4. Equal bytes at both ends, with the dynamic programme in between; without chunks that the positions contradict.
+        result = self._by_ids.align(*sides, everything_by_dp=self.method == "dp")
+        chunks = result.chunks if located is None else keep_same_place(result.chunks, *located.sides)
+        alignment = make_alignment(ids, chunks, result.method, exact, self._stops(result, ids, located, spans))
+        if by_position is None or exact:
+            return alignment
+        ends = outside_of_chunks(by_position.lossy_ends, alignment.student_chunk, alignment.teacher_chunk)
+        return replace(alignment, lossy_ends=ends)
+
+    def _stops(self, result: IdAlignment, ids: IdPair, located: _Located | None, spans: np.ndarray) -> StopPairs:
+        """Stop pairs by the tokens' positions in the text or, where these are unknown, by the bytes before them."""
+        if located is None:
+            return pair_stops(*result.sides, *ids)
+        return pair_stops_of_spans(self._vocabularies, ids, located.sides, spans)
+
+    def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
+        """Aligns only the text that both sides' spans have in common; the rest of the two texts may differ."""
+        # Both sides must have equally many spans. Two spans that read differently make the alignment inexact; they
+        # give no chunks if they also differ without the white space around them. A special token that strips white
+        # space of a span makes it inexact, too.
+        tokenized = student, teacher
+        by_bytes = [
+            place_by_bytes(vocabulary, side.ids, text, written_specials=True)
+            for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
+        ]
+        equal, spans = equal_spans(tokenized, texts)
+        located = self._locate(tokenized, by_bytes)
+        if located is None:
+            raise ValueError("ids with spans must be those of their text, got others; use the ids of tokenize_messages")
+        exact = all(positions is not None and positions.exact for positions in by_bytes)
+        exact = exact and np.array_equal(equal, spans)
+        sides = zip(self._vocabularies, tokenized, located.sides, (spans[:, :2], spans[:, 2:]))
+        exact = exact and not any(
+            strips_spans(vocabulary, side.ids, positions, bounds) for vocabulary, side, positions, bounds in sides
+        )
+        return self._by_positions((student.ids, teacher.ids), located, equal, spans, exact)
+
+    def _locate(
+        self, tokenized: tuple[Tokenized, Tokenized], by_bytes: Sequence[TokenPositions | None]
+    ) -> _Located | None:
+        """Both sides' positions: those of `by_bytes` where there are any, otherwise from offsets."""
+        # With the method `offsets`, positions always come from offsets. None if a side needs offsets and `_offsets`
+        # finds none.
+        sides, method = [], "bytes"
+        for i, (side, positions) in enumerate(zip(tokenized, by_bytes)):
+            if positions is None or self.method == "offsets":
+                offsets, method = self._offsets(i, side), "offsets"
+                if offsets is None:
+                    return None
+                positions = place_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
+            sides.append(positions)
+        return _Located((sides[0], sides[1]), method)
+
+    def _by_positions(
+        self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool
+    ) -> Alignment:
+        """The alignment of tokens whose positions are known: chunks inside `equal`, and stop pairs after the `spans`."""
+        # Identical ids of two copies of one tokenizer match even where they do not spell the text.
+        sides = located.sides
+        if self.student.hash == self.teacher.hash and np.array_equal(*ids):
+            # Both sides lose the same text, so their tokens match even where they do not spell it.
+            sides = replace(sides[0], faithful=None), replace(sides[1], faithful=None)
+        chunks = chunks_by_spans(*sides, equal)
+        stops = pair_stops_of_spans(self._vocabularies, ids, sides, spans)
+        return make_alignment(ids, chunks, located.method, exact, stops)
+
+    def _offsets(self, i: int, tokenized: Tokenized) -> np.ndarray | None:
+        """int64 [n, 2]: the characters that each token covers; None if the ids are not the tokenizer's for this text."""
+        # The offsets that the side brings are returned unchecked. Without any, the text is encoded again, with and
+        # without the special tokens around it (a chat: as a rendered text). The ids may be cut short, or be followed
+        # by special tokens, which cover no characters.
+        if tokenized.offsets is not None:
+            return tokenized.offsets
+        encoder, ids = self._encoders[i], tokenized.ids
+        text = tokenized.text
+        if tokenized.spans is not None:
+            encodings = iter([encoder.chat(text, tokenized.spans)])
+        else:
+            encodings = (encoder.offsets(text, add_special=add_special) for add_special in (True, False))
+        for expected, offsets in encodings:
+            size = min(len(expected), len(ids))
+            rest = ids[size:]
+            if np.array_equal(expected[:size], ids[:size]) and self._vocabularies[i].special[rest].all():
+                return np.concatenate([offsets[:size], np.zeros((len(rest), 2), np.int64)])
+        return None

@@ -19,19 +19,13 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 SWITCHES = ("weight", "train", "loss", "train_on_turn", "mask")
 """Keys by which data sets take a turn out of what is trained on."""
 
+Message = Mapping[str, Any]
+CharSpan = tuple[int, int]
+Render = Callable[[list[dict[str, Any]]], str]
+
 _MARK = "\ue000"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe": {"type": "string", "description": ""}},
-            "required": [],
-        },
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string", "description": ""}}, "required": []}
+_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": _PARAMETERS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class TemplateForm:
 _FORMS: WeakKeyDictionary[Any, tuple[Any, TemplateForm]] = WeakKeyDictionary()
 
 
-def in_template_form(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_form(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages in the form that the tokenizer's chat template reads.
 
     Data sets keep the arguments of tool calls as objects or as JSON text. A template that puts an object into its own
@@ -57,7 +51,7 @@ def in_template_form(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dic
     null, or writes it as a word.
     """
     form = template_form(tokenizer)
-    return [_in_form(message, form) for message in messages]
+    return [_in_form(dict(message), form) for message in messages]
 
 
 def _in_form(message: dict[str, Any], form: TemplateForm) -> dict[str, Any]:
@@ -178,10 +172,6 @@ def _with_arguments(call: Any, form: Literal["object", "text"]) -> Any:
 
 # Chats: rendering with a side's own template, and finding the messages' texts in the result.
 
-Message = Mapping[str, Any]
-CharSpan = tuple[int, int]
-Render = Callable[[list[dict[str, Any]]], str]
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -196,7 +186,7 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
     """The text that the tokenizer's chat template makes of the messages, which are not modified.
 
     The template gets every key of the messages. Arguments of tool calls, and contents that are lists of text parts, are
-    first brought into a form that it reads (`in_template_form`). Templates that print today's date get a fixed one
+    first brought into a form that it reads (`in_form`). Templates that print today's date get a fixed one
     (2024-07-26), so that results do not depend on the day.
 
     Args:
@@ -215,11 +205,6 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
     options = {"strftime_now": FIXED_DATE, "tokenize": False, **options}
     chat = in_form(tokenizer, messages)
     return within_budget(tokenizer, chat, options, lambda: tokenizer.apply_chat_template(chat, **options))
-
-
-def in_form(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in the form that the template reads."""
-    return in_template_form(tokenizer, [dict(message) for message in messages])
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:

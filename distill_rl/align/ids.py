@@ -1,4 +1,4 @@
-"""Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
+"""Chunks and stop pairs from ids. The text is unknown, but the bytes of every token are, so the two sides check each other.
 
 If both sides spell the same bytes, those bytes are the text, and chunks end where both sides end a token. If they do
 not, the equal bytes at the beginning and at the end are aligned in the same way, and the tokens in between, the window,
@@ -10,15 +10,246 @@ go to the dynamic programme:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from distill_rl.align.side import TokenSide
-from distill_rl.align.spans import TokenChunks, chunks_by_ends, gather_bytes, keep_chunks
+from distill_rl.align.alignment import (
+    TokenChunks,
+    TokenPositions,
+    as_slice,
+    chunks_by_ends,
+    gather_bytes,
+    keep_chunks,
+    spread,
+)
 from distill_rl.align.vocabulary import SPACE, Vocabulary
+
+Indices = slice | np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenSide:
+    """The tokens of one side that spell text."""
+
+    vocabulary: Vocabulary
+    size: int
+    """Number of all tokens, including padding and tokens that spell nothing"""
+    tokens: Indices
+    """Positions of the tokens that spell text, among all tokens"""
+    ids: np.ndarray
+    """intp: ids of those tokens"""
+    lengths: np.ndarray
+    """int32: bytes of those tokens, not counting dummy spaces taken off"""
+    textless: np.ndarray
+    """intp: positions of tokens that spell nothing, without padding and unknown tokens. If the unknown token shares its
+    id with a stop token, it counts as unknown before the last token that spells text, and as a stop token after it."""
+    without_space: tuple[int, ...] = ()
+    """Indices into `ids` of tokens whose leading space was taken off as a dummy"""
+
+    @classmethod
+    def of(
+        cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids"
+    ) -> TokenSide:
+        """The side made of int32 ids [n], without those whose mask is 0.
+
+        Args:
+            mask: [n], nonzero where there is a token; None: no padding.
+            name: what to call the ids in an error.
+
+        Raises:
+            ValueError: an id outside of the vocabulary that is not masked.
+        """
+        real = as_slice(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
+        wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
+        try:
+            lengths = vocabulary.lengths.take(wide)
+        except IndexError as error:
+            wrong = ids[real][wide >= vocabulary.size][0]
+            rule = f"a token id must lie in 0 … {vocabulary.size - 1}, the tokenizer's range"
+            raise ValueError(f"{name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
+        if lengths.all():
+            return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
+        spelling = as_slice(lengths.nonzero()[0])
+        textless = (lengths == 0).nonzero()[0]
+        if vocabulary.unknown is not None:
+            known = wide[textless] != vocabulary.unknown
+            if vocabulary.unknown in vocabulary.stops:
+                known |= textless > lengths.nonzero()[0].max(initial=-1)
+            textless = textless[known]
+        textless = textless + real.start if isinstance(real, slice) else real[textless]
+        return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
+
+    def readings(self) -> Iterator[TokenSide]:
+        """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
+
+        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged. No variant
+        comes twice, so a side without such spaces yields only itself.
+        """
+        # Indices into `ids` of tokens that begin with a space: the first token, and those behind a special token.
+        vocabulary, first, later = self.vocabulary, list[int](), list[int]()
+        if len(self.ids) and vocabulary.dummy and vocabulary.opens_with_space(self.ids[0]):
+            first = [0]
+        if vocabulary.dummy_after_special and not isinstance(self.tokens, slice):
+            behind = np.unique(self.tokens.searchsorted(self.textless))
+            behind = behind[(behind > 0) & (behind < len(self.ids))].tolist()
+            later = [place for place in behind if vocabulary.opens_with_space(self.ids[place])]
+        for places in dict.fromkeys(map(tuple, (first + later, later, first, ()))):
+            yield self._without_spaces(places)
+
+    def _without_spaces(self, places: tuple[int, ...]) -> TokenSide:
+        """This side with the leading space taken off the tokens at these indices into `ids`."""
+        # Each of them must begin with a space. A token that was nothing but the space leaves the side, since it no
+        # longer spells text. Returns the side itself if there are no indices.
+        if not places:
+            return self
+        lengths = self.lengths.copy()
+        lengths[list(places)] -= 1
+        if lengths.all():
+            return replace(self, lengths=lengths, without_space=places)
+        # A token that was nothing but the space no longer spells text and leaves this side's tokens.
+        remaining = lengths.nonzero()[0]
+        kept = remaining.searchsorted([place for place in places if lengths[place]]).tolist()
+        chosen = as_slice(remaining)
+        return replace(
+            self,
+            tokens=_select(self.tokens, chosen),
+            ids=self.ids[chosen],
+            lengths=lengths[chosen],
+            without_space=tuple(kept),
+        )
+
+    def spell(self) -> np.ndarray:
+        """uint8: the bytes of all tokens that spell text, one after another, without dummy spaces taken off."""
+        starts = self.vocabulary.starts.take(self.ids)
+        starts[list(self.without_space)] += 1
+        return gather_bytes(self.vocabulary.flat, starts, self.lengths, self.ends)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64: where each token ends in the bytes that `spell` returns."""
+        return self.lengths.cumsum(dtype=np.int64)
+
+    def full(self, chunk: np.ndarray) -> np.ndarray:
+        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
+        return spread(chunk, self.tokens, self.size)
+
+    def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
+        """int64: number of bytes that the side spells before each of these textless tokens.
+
+        Args:
+            tokens: int [k]: positions among all tokens, of tokens that spell nothing.
+        """
+        if isinstance(self.tokens, slice):
+            before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
+        else:
+            before = self.tokens.searchsorted(tokens)
+        return np.where(before > 0, self.ends.take(before - 1, mode="clip"), 0) if len(self.ids) else before
+
+
+def _select(positions: Indices, chosen: Indices) -> Indices:
+    """positions[chosen], where `chosen` holds indices into `positions`; the result is a slice if both are slices."""
+    if not isinstance(positions, slice):
+        return positions[chosen]
+    if isinstance(chosen, slice):
+        return slice(positions.start + chosen.start, positions.start + chosen.stop)
+    return chosen + positions.start
+
+
+# Pairs the tokens that open a text or end a turn across the two sides, by role and position.
+
+StopPairs = list[tuple[int, int]]
+
+
+def pair_stops(student: TokenSide, teacher: TokenSide, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
+    """Pairs (student position, teacher position) from ids alone: bos with bos, and stop tokens after the same byte.
+
+    bos is paired only before the first byte. Of several stop tokens after one byte, the first is paired; none before
+    the first byte, unless a side spells nothing.
+
+    Args:
+        student_ids, teacher_ids: int32 [n], [m]: all ids, which `TokenSide` holds only in part.
+    """
+    if not len(student.textless) or not len(teacher.textless):
+        return []
+    (student_bos, left), (teacher_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
+    pairs = []
+    if student_bos is not None and teacher_bos is not None:
+        pairs.append((student_bos, teacher_bos))
+    return [*pairs, *((left[place], right[place]) for place in sorted(left.keys() & right.keys()))]
+
+
+def _stops(side: TokenSide, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
+    """Position of the last bos before any byte, or None, and byte position → position of the first stop token there."""
+    # The byte position is the number of bytes before the stop token. Stop tokens before the first byte count only if
+    # the side spells nothing, and never those up to that bos.
+    roles = side.vocabulary.roles
+    places = side.bytes_before(side.textless)
+    textless_ids = ids[side.textless]
+    opening = ((textless_ids == roles.get("bos", -1)) & (places == 0)).nonzero()[0]
+    bos = int(side.textless[opening[-1]]) if len(opening) else None
+    stop = np.isin(textless_ids, side.vocabulary.stops)
+    stop &= (places > 0) | (len(side.ids) == 0)
+    if bos is not None:
+        stop &= side.textless > bos
+    places, tokens = places[stop], side.textless[stop]
+    first = np.ones(len(places), bool)
+    first[1:] = places[1:] != places[:-1]
+    return bos, dict(zip(places[first].tolist(), tokens[first].tolist()))
+
+
+def pair_stops_of_spans(
+    vocabularies: tuple[Vocabulary, Vocabulary],
+    ids: tuple[np.ndarray, np.ndarray],
+    positions: tuple[TokenPositions, TokenPositions],
+    spans: np.ndarray,
+) -> StopPairs:
+    """Pairs (student position, teacher position): bos with bos, and the first stop tokens behind the i-th spans.
+
+    bos counts only at the start. A stop token belongs to a span if it stands before the text of the next one.
+
+    Args:
+        vocabularies, ids, positions: of the student and of the teacher.
+        spans: int64 [k, 4]: student start and stop, teacher start and stop in bytes of each side's text.
+    """
+    sides = zip(vocabularies, ids, positions, (spans[:, :2], spans[:, 2:]))
+    left, right = (_stops_of_spans(*side) for side in sides)
+    return sorted((left[key], right[key]) for key in left.keys() & right.keys())
+
+
+def _stops_of_spans(
+    vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositions, spans: np.ndarray
+) -> dict[int, int]:
+    """Span index → position of the first stop token between this span's text and the next one's; −1 → position of bos."""
+    # Entries that do not exist are left out. bos is the last one up to and including the first token that covers text;
+    # no bos up to there counts as a stop token.
+    stop_of_span = {}
+    textual = (positions.ends > positions.starts).nonzero()[0]
+    until_text = ids[: 1 + (textual[0] if len(textual) else len(ids))]
+    opening = (until_text == vocabulary.roles.get("bos", -1)).nonzero()[0]
+    if len(opening):
+        stop_of_span[-1] = int(opening[-1])
+    is_stop = np.isin(ids, vocabulary.stops)
+    is_stop[opening] = False
+    stops = is_stop.nonzero()[0]
+    starts = positions.starts[textual]
+    for i, end in enumerate(spans[:, 1].tolist()):
+        inside = textual[: starts.searchsorted(end)]
+        first = int(inside[-1]) + 1 if len(inside) else 0
+        until = len(ids)
+        if i + 1 < len(spans):
+            later = textual[starts.searchsorted(spans[i + 1, 0]) :]
+            until = int(later[0]) if len(later) else until
+        candidates = stops[(stops >= first) & (stops < until)]
+        if len(candidates):
+            stop_of_span[i] = int(candidates[0])
+    return stop_of_span
+
+
+# Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(student ids, teacher ids) → chunk indices of both, −1 for none"""
@@ -53,9 +284,12 @@ class IdAligner:
         """Whether two sides spell the same bytes; both must spell equally many."""
         if not self._compiled:
             return student.spell().tobytes() == teacher.spell().tobytes()
-        from distill_rl.align.dp.compiled import same_bytes
+        from distill_rl.align.dp.compiled import same_bytes  # imports Numba
 
-        return same_bytes(student, teacher)
+        left, right = (
+            (side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths) for side in (student, teacher)
+        )
+        return bool(same_bytes(left, right))
 
     def align_same_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment | None:
         """Chunks of two sides that spell the same bytes; None if they do not.
@@ -64,13 +298,11 @@ class IdAligner:
         are those that matched.
         """
         for sides in product(student.readings(), teacher.readings()):
-            ends = sides[0].ends, sides[1].ends
-            if _total(ends[0]) != _total(ends[1]):
-                continue
-            chunks, _, _ = chunks_by_ends(*ends)
-            if self._equal(*sides):
-                full = [side.full(chunk) for side, chunk in zip(sides, (chunks.student, chunks.teacher))]
-                return IdAlignment(TokenChunks(full[0], full[1], chunks.count), sides, True)
+            left, right = sides
+            if np.array_equal(left.ends[-1:], right.ends[-1:]) and self._equal(left, right):
+                chunks, _, _ = chunks_by_ends(left.ends, right.ends)
+                full = TokenChunks(left.full(chunks.student), right.full(chunks.teacher), chunks.count)
+                return IdAlignment(full, sides, True)
         return None
 
     def align(self, student: TokenSide, teacher: TokenSide, *, everything_by_dp: bool = False) -> IdAlignment:
@@ -84,9 +316,9 @@ class IdAligner:
         """
         same = self.align_same_bytes(student, teacher)
         if everything_by_dp and self._window is not None:
-            solved = self._window(student.ids, teacher.ids)
-            full = [side.full(chunk) for side, chunk in zip((student, teacher), solved)]
-            return IdAlignment(_as_chunks(full), (student, teacher), same is not None, "dp")
+            left, right = self._window(student.ids, teacher.ids)
+            chunks = _as_chunks((student.full(left), teacher.full(right)))
+            return IdAlignment(chunks, (student, teacher), same is not None, "dp")
         return same or self._align_different_bytes(student, teacher)
 
     def _align_different_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment:
@@ -151,10 +383,6 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     size = min(len(left), len(right))
     differ = (left[:size] != right[:size]).nonzero()[0]
     return int(differ[0]) if len(differ) else size
-
-
-def _total(ends: np.ndarray) -> int:
-    return int(ends[-1]) if len(ends) else 0
 
 
 def same_spelling(

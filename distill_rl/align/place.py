@@ -6,10 +6,8 @@ import re
 
 import numpy as np
 
-from distill_rl.align.alignment import Tokenized
-from distill_rl.align.spans import TokenChunks, TokenPositions, gather_bytes, keep_chunks
-from distill_rl.align.tokenizer import WHITE_SPACE
-from distill_rl.align.vocabulary import SPACE, Vocabulary
+from distill_rl.align.alignment import TokenChunks, Tokenized, TokenPositions, gather_bytes, keep_chunks
+from distill_rl.align.vocabulary import SPACE, WHITE_SPACE, Vocabulary
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 
@@ -66,7 +64,8 @@ def place_by_bytes(
             section_end = int(ends[stop - 1])
             size = section_end - spelled_cursor
             if spelled[spelled_cursor:section_end] != text[text_cursor : text_cursor + size]:
-                if not _may_have_dummy(vocabulary, section) or spelled[spelled_cursor : spelled_cursor + 1] != b" ":
+                may_have_dummy = vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
+                if not may_have_dummy or spelled[spelled_cursor : spelled_cursor + 1] != b" ":
                     return None
                 if spelled[spelled_cursor + 1 : section_end] != text[text_cursor : text_cursor + size - 1]:
                     return None
@@ -87,10 +86,6 @@ def place_by_bytes(
         lengths[token] += change
     ends = lengths.cumsum() if length_changes else ends
     return TokenPositions(ends - lengths, ends, None, text_cursor == len(text))
-
-
-def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
-    return vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
 
 
 def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:

@@ -28,8 +28,14 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.dp.problem import fold_of
-from distill_rl.align.tokenizer import TextEncoder, backend_of, byte_of_letter
-from distill_rl.align.vocabulary import Vocabulary, common_vocabulary, read_vocabulary
+from distill_rl.align.vocabulary import (
+    TextEncoder,
+    Vocabulary,
+    backend_of,
+    byte_of_letter,
+    common_vocabulary,
+    read_vocabulary,
+)
 from distill_rl.system.files import write_atomic
 
 # The file format of W: safetensors with a JSON header, written atomically and fully checked when read.
@@ -353,15 +359,7 @@ def build_projection(
     student = read_vocabulary(student_tokenizer, TextEncoder(student_tokenizer), student_stops)
     encoder = TextEncoder(teacher_tokenizer)
     teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
-    return _project(
-        student, teacher, Retokenizer(teacher_tokenizer, teacher, encoder), student_columns, teacher_columns
-    )
-
-
-def _project(
-    student: Vocabulary, teacher: Vocabulary, retokenizer: Retokenizer, student_columns: int, teacher_columns: int
-) -> Projection:
-    """Computes W and the common vocabulary from two vocabularies."""
+    retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
     _check_columns("student", student, student_columns)
     _check_columns("teacher", teacher, teacher_columns)
     student_common, teacher_common = common_vocabulary(student, teacher)
@@ -369,9 +367,9 @@ def _project(
     rows = _exact_rows(student, teacher, (student_common, teacher_common), retokenizer.ids)
     exact_rows = len(rows)
     split = [token for token in np.flatnonzero(student.lengths).tolist() if token not in rows]
-    for token, pieces in zip(split, retokenizer.pieces([student.token_bytes(token) for token in split])):
+    for i, pieces in enumerate(retokenizer.pieces([student.token_bytes(token) for token in split])):
         if pieces:
-            rows[token] = _weights(pieces)
+            rows[split[i]] = _weights(pieces)
     indptr, indices, values = _to_csr(rows, student_columns)
     return Projection(
         indptr=indptr,
@@ -412,33 +410,20 @@ def cached_projection(
         OSError: the file cannot be written.
     """
     student = read_vocabulary(student_tokenizer, TextEncoder(student_tokenizer), student_stops)
-    encoder = TextEncoder(teacher_tokenizer)
-    teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
+    teacher = read_vocabulary(teacher_tokenizer, TextEncoder(teacher_tokenizer), teacher_stops)
     name = f"projection-{student.hash[:16]}-{teacher.hash[:16]}-{student_columns}x{teacher_columns}.safetensors"
     path = Path(folder) / name
-    if not path.exists() or not _is_current(path, student, teacher, student_columns, teacher_columns):
-        retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
-        save_projection(_project(student, teacher, retokenizer, student_columns, teacher_columns), path)
-    return path
-
-
-def _is_current(
-    path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int
-) -> bool:
-    """Whether an existing file holds this pair's W for both sides' present stop tokens."""
-    # A file that is damaged or of another pair is False as well, and its problem is logged as a warning.
+    columns: dict[str, Any] = {"student_columns": student_columns, "teacher_columns": teacher_columns}
     try:
-        projection = load_projection(
-            path,
-            student_hash=student.hash,
-            teacher_hash=teacher.hash,
-            student_columns=student_columns,
-            teacher_columns=teacher_columns,
-        )
+        stored = load_projection(path, student_hash=student.hash, teacher_hash=teacher.hash, **columns)
+        if (tuple(stored.student_stops), tuple(stored.teacher_stops)) == _stops(student, teacher):
+            return path
     except ValueError as error:
-        log.warning("%s; building it again", error)
-        return False
-    return (tuple(projection.student_stops), tuple(projection.teacher_stops)) == _stops(student, teacher)
+        if path.exists():
+            log.warning("%s; building it again", error)
+    stops: dict[str, Any] = {"student_stops": student_stops, "teacher_stops": teacher_stops}
+    save_projection(build_projection(student_tokenizer, teacher_tokenizer, **columns, **stops), path)
+    return path
 
 
 def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,14 +16,13 @@ import numpy as np
 
 from distill_rl.align import Tokenized
 from distill_rl.align.chats import SWITCHES
-from distill_rl.align.tokenizer import TextEncoder
+from distill_rl.align.vocabulary import TextEncoder
 from distill_rl.config.load import read_config
 from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import AlignedDocument, DocumentAligner
-from distill_rl.data.batch.pieces import STUDENT, PieceLimits
-from distill_rl.data.mixture import Mixture
+from distill_rl.data.batch.document_aligner import STUDENT, AlignedDocument, DocumentAligner, PieceLimits
+from distill_rl.data.reading.source import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
 from distill_rl.observe.log import open_console, printable, status

@@ -1,7 +1,7 @@
 """The global order of documents, cut into global batches.
 
 The order is a pure function of the seed and the place in it (`order`), and with several sources of their weights
-(`mixture`). Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
+(`reading/source.py`). Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
 only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was
 resumed.
 """
@@ -106,8 +106,8 @@ class Loader:
             stop = position + self._batch_size
             if self._end is not None:
                 stop = min(stop, self._end)
-            documents, bad = _read(self._source, map(self._order, range(position, stop)), self._skip)
-            documents = self._joining.join(documents) if self._joining else documents
+            indices = map(self._order, range(position, stop))
+            documents, bad = _read(self._source, indices, self._skip, self._joining)
             position = stop
             cursor = Cursor(*divmod(stop, len(self._source)))
             yield DocumentBatch(index=index, documents=documents, cursor=cursor, bad_rows=bad)
@@ -132,30 +132,27 @@ def validation_batches(
     end = min(len(source), max_documents)
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)
-        documents, bad = _read(source, range(first, stop), skip_bad_rows)
-        documents = joining.join(documents) if joining else documents
+        documents, bad = _read(source, range(first, stop), skip_bad_rows, joining)
         cursor = Cursor(0, stop)
         yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
 
 
 def _read(
-    source: DocumentRows, indices: Iterable[int], skip: bool
+    source: DocumentRows, indices: Iterable[int], skip: bool, joining: Joining | None
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
-    """The documents at some indices and, with `skip`, the rows that could not be read or are empty."""
-    if not skip:
-        return tuple(source[index] for index in indices), ()
+    """The documents at some indices, perhaps joined, and, with `skip`, the rows that could not be read or are empty."""
     documents, bad = [], []
     for index in indices:
         try:
             document = source[index]
-            if reason := empty(document):
+            if skip and (reason := empty(document)):
                 raise DataError(reason)
             documents.append(document)
-        except UnreadableFile:
-            raise
         except DataError as error:
+            if not skip or isinstance(error, UnreadableFile):
+                raise
             bad.append(BadRow(getattr(source, "row_number", int)(index), str(error)))
-    return tuple(documents), tuple(bad)
+    return joining.join(documents) if joining else tuple(documents), tuple(bad)
 
 
 def empty(document: Mapping[str, Any]) -> str:

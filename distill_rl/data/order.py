@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -21,10 +20,8 @@ WINDOW_BYTES = 128 << 20
 _ORDER_STREAM, _BLOCK_STREAM, _WINDOW_STREAM = 0, 2, 3  # 1: rows held out for validation (`sources`)
 
 
-class Order(Protocol):
-    """Document of the global order, counted from the first of epoch 0 → its index in the source."""
-
-    def __call__(self, i: int, /) -> int: ...
+Order = Callable[[int], int]
+"""Document of the global order, counted from the first of epoch 0 → its index in the source."""
 
 
 def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
@@ -41,9 +38,10 @@ def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
 
 
-def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of `n` rows in `epoch`, int64 [n]; the same on every machine."""
-    return random_order(seed, (_ORDER_STREAM, epoch), n)
+def place_in(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """Which of consecutive stretches, given by their ends, has an index, and how many places of the stretch come before it."""
+    i = int(np.searchsorted(ends, index, side="right"))
+    return i, int(index) - (int(ends[i - 1]) if i else 0)
 
 
 class FullOrder:
@@ -83,9 +81,8 @@ class Blocks:
     @classmethod
     def joined(cls, parts: list[Blocks]) -> Blocks:
         """The blocks of several parts, one after another."""
-        firsts = np.cumsum([0, *(int(part.ends[-1]) if len(part.ends) else 0 for part in parts)])
-        ends = [part.ends + first for part, first in zip(parts, firsts)]
-        return cls(np.concatenate(ends).astype(np.int64), np.concatenate([part.sizes for part in parts]))
+        rows = np.concatenate([np.diff(part.ends, prepend=0) for part in parts])
+        return cls(np.cumsum(rows, dtype=np.int64), np.concatenate([part.sizes for part in parts]))
 
 
 class WindowedOrder:
@@ -136,6 +133,6 @@ class WindowedOrder:
         order, cuts, _ = self._epoch(epoch)
         blocks = order[cuts[window] : cuts[window + 1]]
         self._entered(blocks)
-        firsts = self._blocks.ends[blocks] - self._counts[blocks]
-        rows = np.concatenate([first + np.arange(count) for first, count in zip(firsts, self._counts[blocks])])
+        ends = self._blocks.ends
+        rows = np.concatenate([np.arange(ends[i] - self._counts[i], ends[i]) for i in blocks])
         return rows[random_order(self._seed, (_WINDOW_STREAM, epoch, window, *self._member), len(rows))]

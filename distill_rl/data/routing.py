@@ -32,36 +32,27 @@ _LONGEST = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """What one column must hold."""
-
-    column: str
-    values: frozenset[str]
-    """As `plain_value` writes them."""
-
-
-@dataclass(frozen=True, slots=True)
 class RowChoice:
     """The rows that one teacher is asked for."""
 
     key: str
     """`teachers.0`, for messages."""
-    where: tuple[Condition, ...] = ()
-    """A row must meet all of these."""
-    weight_column: str | None = None
+    where: Mapping[str, frozenset[str]]
+    """Column → the values of which a row must have one in it, as `plain_value` writes them."""
+    weight_column: str | None
 
     @property
     def named(self) -> dict[str, str]:
         """The columns that are read, each with the setting that names it."""
-        found = {condition.column: f"{self.key}.where" for condition in self.where}
+        found = dict.fromkeys(self.where, f"{self.key}.where")
         if self.weight_column is not None:
             found.setdefault(self.weight_column, f"{self.key}.weight_column")
         return found
 
     def weight(self, row: Mapping[str, Any], at: Callable[[str], str]) -> float:
         """The weight of a row, a number that fp32 has; other arguments and errors as of `Routing.weights`."""
-        for condition in self.where:
-            if plain_value(row.get(condition.column), at(condition.column)) not in condition.values:
+        for column, values in self.where.items():
+            if plain_value(row.get(column), at(column)) not in values:
                 return 0.0
         return 1.0 if self.weight_column is None else _weight(row.get(self.weight_column), at(self.weight_column))
 
@@ -79,7 +70,7 @@ class Routing:
         choices = tuple(
             RowChoice(
                 f"teachers.{i}",
-                tuple(Condition(column, plain_values(wanted)) for column, wanted in teacher.where.items()),
+                {column: plain_values(wanted) for column, wanted in teacher.where.items()},
                 teacher.weight_column,
             )
             if teacher.is_chosen_by_row

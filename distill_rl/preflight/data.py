@@ -17,10 +17,9 @@ from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, arrange_lengths, widths
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.loader import Joining, empty
-from distill_rl.data.mixture import MixedSource, Mixture
 from distill_rl.data.order import random_order
 from distill_rl.data.reading.cache import Cache
-from distill_rl.data.reading.source import Source
+from distill_rl.data.reading.source import MixedSource, Mixture, Source
 from distill_rl.data.reading.sources import each_source
 from distill_rl.data.routing import plain_value, plain_values, weights_of
 from distill_rl.errors import DataError, UnreadableFile, problem

@@ -196,4 +196,4 @@ def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedTea
     if texts and not num_chunks:
         rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {teacher.name}"
         raise ConfigError("the tokenizers", rule, None, "see `distill-rl align`, or set aligner.method=auto")
-    return str(audit(aligner, texts).advice) if texts else ""
+    return audit(aligner, texts).advice if texts else ""

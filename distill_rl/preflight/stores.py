@@ -15,8 +15,12 @@ from distill_rl.config.derive import sizes, total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, Extent, StoredTargets, ref_and_tokens, splitter_of
+from distill_rl.data.batch.document_aligner import (
+    CrossTokenizerTeacher,
+    DocumentAligner,
+    StoredTargets,
+    ref_and_tokens,
+)
 from distill_rl.data.batch.tokenization import Tokenization, name_of
 from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.data.routing import asked, weights_of
@@ -340,16 +344,4 @@ def _divider(
                 student_stops=student.stops,
                 stops=opened.stops,
             )
-    if crossing:
-        return DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of
-
-    splitter = splitter_of(student.tokenizer, config.data.max_length, {}) if split else None
-
-    def alone(document: Mapping[str, Any]) -> tuple[list[Any], dict[int, bytes]]:
-        encoded = tokenization.encode_all(document)
-        if splitter is not None:
-            return splitter.split(encoded, {}), {}
-        cut = encoded.cut(config.data.max_length)
-        return [DocumentPiece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
-
-    return alone
+    return DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of

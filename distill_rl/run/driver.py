@@ -24,7 +24,7 @@ from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import ENDLESS
-from distill_rl.data.mixture import Mixture
+from distill_rl.data.reading.source import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values

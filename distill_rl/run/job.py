@@ -18,9 +18,8 @@ from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.loader import Joining, Loader, validation_batches
-from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
-from distill_rl.data.reading.source import Source
+from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError, StoreError, first_line
 from distill_rl.models.files.hub import resolve
 from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters

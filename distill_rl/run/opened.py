@@ -37,10 +37,9 @@ from distill_rl.types import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from distill_rl.data.mixture import Mixture
     from distill_rl.data.order import Order
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.reading.source import Source
+    from distill_rl.data.reading.source import Mixture, Source
 
 
 @dataclass

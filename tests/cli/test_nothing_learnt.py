@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distill_rl.config.load import load_config
-from distill_rl.data.order import permutation
+from distill_rl.data.order import random_order
 from distill_rl.errors import NumericsError
 from tests.helpers.command import distill_rl, series
 from tests.helpers.corpus import corpus_rows
@@ -48,7 +48,7 @@ def test_steps_without_labels_are_counted_and_alone_are_a_failure(material, clus
     """Only the third batch has answers. The check's sample of rows sees some of them, so the run starts."""
     rows = [{"messages": row["messages"][:1]} for row in corpus_rows(200, seed=6, messages=True)]
     whole = corpus_rows(200, seed=7, messages=True)
-    for index in permutation(3, 0, 200)[16:24]:
+    for index in random_order(3, (0, 0), 200)[16:24]:
         rows[index] = whole[index]
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.data.loader import Loader
-from distill_rl.data.order import permutation
+from distill_rl.data.order import random_order
 from distill_rl.types import Cursor, TrainState
 
 rows = st.integers(1, 40)
@@ -46,10 +46,10 @@ def flat(batches: list) -> list[int]:
 
 @given(seeds, st.integers(0, 5), rows)
 def test_each_epoch_is_a_permutation(seed, epoch, n):
-    order = permutation(seed, epoch, n)
+    order = random_order(seed, (0, epoch), n)
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(n))
-    assert np.array_equal(order, permutation(seed, epoch, n))
+    assert np.array_equal(order, random_order(seed, (0, epoch), n))
 
 
 @given(rows, seeds, batch_sizes, lengths)
@@ -57,7 +57,7 @@ def test_each_epoch_is_a_permutation(seed, epoch, n):
 def test_order_concatenates_epochs_for_any_batch_size(n, seed, batch_size, length):
     order = flat(list(loader(n, seed, batch_size, length)))
     epochs = -(-len(order) // n)
-    straight = np.concatenate([permutation(seed, epoch, n) for epoch in range(epochs)])
+    straight = np.concatenate([random_order(seed, (0, epoch), n) for epoch in range(epochs)])
     assert order == straight[: len(order)].tolist()
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.data import mixture
-from distill_rl.data.mixture import MixtureSchedule
 from distill_rl.data.order import Blocks, WindowedOrder
+from distill_rl.data.reading import source as mixture
+from distill_rl.data.reading.source import MixtureSchedule
 
 weights = st.lists(
     st.one_of(st.integers(1, 20).map(float), st.floats(0.01, 100).map(lambda x: round(x, 3))), min_size=1, max_size=8

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.align import Alignment
-from distill_rl.data.batch.pieces import DocumentPiece, PieceLimits, Splitter, common_places, splitter_of
+from distill_rl.data.batch.document_aligner import DocumentPiece, PieceLimits, Splitter, common_places, splitter_of
 from distill_rl.data.batch.tokenization import Encoded
 from tests.helpers.align import check_numbers, family
 from tests.properties.test_align import families, lossless, make_aligner, plain_texts, quick

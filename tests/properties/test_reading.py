@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.reading import block_rows, files, locate
+from distill_rl.data.reading import files, sources
 from distill_rl.data.reading.sources import open_source
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=6)
@@ -101,8 +101,8 @@ def sizes(large: bool, folder: Path):
     """Every file is large, or small; what is converted lies in the folder."""
     with (
         patch.object(files, "SMALL_BYTES", 0 if large else files.SMALL_BYTES),
-        patch.object(locate, "CHECK_BYTES", -1 if large else locate.CHECK_BYTES),
-        patch.object(block_rows, "BLOCK_BYTES", 64 if large else block_rows.BLOCK_BYTES),
+        patch.object(sources, "CHECK_BYTES", -1 if large else sources.CHECK_BYTES),
+        patch.object(files, "BLOCK_BYTES", 64 if large else files.BLOCK_BYTES),
         patch.dict(os.environ, HF_DATASETS_CACHE=str(folder)),
     ):
         yield

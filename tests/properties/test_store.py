@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, PieceLimits, Splitter
+from distill_rl.data.batch.document_aligner import STUDENT, DocumentPiece, PieceLimits, Splitter
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.store.store import Store, StoreWriter
 from distill_rl.types import PieceRef

@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.audit import audit
 from distill_rl.align.chats import Chat
-from distill_rl.align.verify import check_alignment, check_chats
+from distill_rl.align.verify import audit, check_alignment, check_chats
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.demo.measure import Reading, Subject, measure

@@ -6,7 +6,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit
 
 from distill_rl.align.dp.problem import (
     COLUMN_GAP,
@@ -22,28 +21,29 @@ from distill_rl.align.dp.problem import (
     ROWS,
     UNEQUAL,
     UNEQUAL_SCORE,
+    Solution,
     WindowProblem,
+    solve_each,
     trace_back,
 )
-from distill_rl.align.side import TokenSide
-
-# Compares what two sides' tokens spell, in compiled code and without a copy of either text.
-#
-# Importing this module imports Numba, so it is imported when the first row is compared.
 
 
-def same_bytes(left: TokenSide, right: TokenSide) -> bool:
-    """Whether two sides spell the same bytes; the caller makes sure that they spell equally many."""
-    return _same(_arrays(left), _arrays(right))
+def _compiled(function: Any) -> Any:
+    """The function compiled by Numba, on its first call and without the GIL."""
+    # The result is cached on disk if Numba finds a writable folder for that.
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True)(function)
 
 
-def _arrays(side: TokenSide) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths
+@_compiled
+def same_bytes(left, right):  # type: ignore[no-untyped-def]
+    """Whether two sides spell the same bytes, compared without a copy of either text; both must spell equally many.
 
-
-@njit(cache=True, nogil=True)
-def _same(left, right):  # type: ignore[no-untyped-def]
-    """Whether two sides spell the same bytes; both must spell equally many."""
+    Args:
+        left, right: `flat` and `starts` of the vocabulary, `ids` and `lengths` of the `TokenSide`.
+    """
     # Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
     flat, starts, ids, lengths = left
     other_flat, other_starts, other_ids, other_lengths = right
@@ -83,15 +83,6 @@ def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-un
     if left + GAP_SCORE > best:
         best, move = left + GAP_SCORE, COLUMN_GAP
     return best, move
-
-
-def _compiled(function: Any) -> Any:
-    """The function compiled by Numba, on its first call and without the GIL."""
-    # The result is cached on disk if Numba finds a writable folder for that.
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        return numba.njit(nogil=True)(function)
 
 
 _choose = _compiled(choose)
@@ -148,14 +139,9 @@ def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # 
     return moves
 
 
-def solve(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def solve(problems: list[WindowProblem]) -> list[Solution]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
     Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
     """
-    solved = []
-    for problem in problems:
-        rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
-        moves = _fill(*problem)
-        solved.append((rows, columns, int(_trace_back(moves, problem.low, problem.offsets, rows, columns))))
-    return solved
+    return solve_each(problems, lambda problem: _fill(*problem), _trace_back)

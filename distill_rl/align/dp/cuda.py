@@ -26,6 +26,7 @@ from distill_rl.align.dp.problem import (
     NEVER,
     NONE,
     ROWS,
+    Solution,
     WindowProblem,
     trace_back,
 )
@@ -118,7 +119,7 @@ def _align(  # type: ignore[no-untyped-def]
         )
 
 
-def solve(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def solve(problems: list[WindowProblem]) -> list[Solution]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
     Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
@@ -140,7 +141,7 @@ def _groups(problems: list[WindowProblem]) -> Iterator[list[WindowProblem]]:
         yield group
 
 
-def _launch(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def _launch(problems: list[WindowProblem]) -> list[Solution]:
     """Solves the problems in one launch of the kernel, waits for it, and returns the solutions as `solve` does."""
 
     def joined(name: str) -> np.ndarray:

@@ -21,7 +21,8 @@ Steps:
    those of its tokens, so joins are compared without building strings.
 2. `make_problems`: the strip of cells to search around the expected path, linear in n + m.
 3. A backend fills the strip, storing one move per cell, and traces the moves back from (n, m).
-4. `keep_verified`: chunks whose bytes differ (equal hashes), or that lie at two places of the text, are removed.
+4. `keep_in_place`: chunks that lie at two places of the text are removed.
+5. `same_spelling`: so are chunks whose bytes differ, such as those of joins with equal hashes.
 
 Scores are doubled to be integers, and ties are resolved in a fixed order, so all backends find the same alignment and
 not merely an equally good one.
@@ -31,21 +32,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from distill_rl.align.alignment import chunk_bounds, keep_chunks
 from distill_rl.align.dp.problem import (
     CanonicalTables,
     CanonicalTokens,
+    Solution,
     WindowProblem,
     make_problems,
     score_of,
     solve_in_numpy,
 )
 from distill_rl.align.ids import same_spelling
-from distill_rl.align.spans import chunk_bounds, keep_chunks
 from distill_rl.align.vocabulary import Vocabulary
 
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
@@ -87,23 +88,13 @@ def missing_for_cuda() -> Missing | None:
     return Missing(rule, "set aligner.dp.backend=numba")
 
 
-def require_cuda() -> None:
-    """Raises an error unless the CUDA backend can run on this machine; initialises the CUDA driver.
-
-    Raises:
-        ValueError: it cannot run; the message names what is missing and the remedy.
-    """
-    if missing := missing_for_cuda():
-        raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
-
-
 def _first_line(error: object) -> str:
     """The first informative line of an error, "unknown" if it has none; the driver's errors begin with an empty one."""
     lines = [line.strip(" :") for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.startswith("Error at driver init")), "unknown")
 
 
-# Verifies the chunks of an alignment: both sides must spell the same bytes at the same place of the text.
+# Verifies the chunks of an alignment: both sides must lie at the same place of the text.
 
 REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
@@ -115,11 +106,11 @@ Chunked = tuple[np.ndarray, np.ndarray]
 _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
-def keep_verified(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
-    """Chunk indices int32 [n], int32 [m], in the order of the text and without chunks that fail verification.
+def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
+    """Chunk indices int32 [n], int32 [m], in the order of the text.
 
-    Removes joins whose hashes are equal but whose bytes are not, and chunks that pair two different occurrences of the
-    same string. What remains is renumbered from 0; −1 for a token in no chunk.
+    Without chunks that pair two different occurrences of the same string. What remains is renumbered from 0; −1 for a
+    token in no chunk.
 
     Args:
         sides: the rows and the columns.
@@ -127,30 +118,14 @@ def keep_verified(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray,
     """
     rows, columns = (np.where(marks < 0, -1, count - 1 - marks) for marks in (row_marks, column_marks))
     chunks = rows.astype(np.int32), columns.astype(np.int32)
-    for check in (_equal_bytes, _in_place, partial(_in_place, spaces=False)):
-        count = int(chunks[0].max(initial=-1)) + 1
-        keep = check(sides, chunks, count)
+    for spaces in (True, False):
+        keep = _in_place(sides, chunks, int(chunks[0].max(initial=-1)) + 1, spaces)
         if not keep.all():
             chunks = keep_chunks(keep, *chunks)
     return chunks
 
 
-def _equal_bytes(sides: Sides, chunks: Chunked, count: int) -> np.ndarray:
-    """bool [count]: whether the canonical strings on both sides of the chunk, joined, are the same bytes."""
-    left, right = (side.strings.take(np.flatnonzero(chunk >= 0)) for side, chunk in zip(sides, chunks))
-    left_sizes = np.bincount(chunks[0][chunks[0] >= 0], left.lengths, count)
-    right_sizes = np.bincount(chunks[1][chunks[1] >= 0], right.lengths, count)
-    # Usually all chunks are equal, which one comparison proves: equal lengths of each chunk and equal bytes overall.
-    equal = np.ones(count, bool)
-    if np.array_equal(left_sizes, right_sizes) and np.array_equal(left.joined(), right.joined()):
-        return equal
-    for i in range(count):
-        left, right = (side.strings.take(np.flatnonzero(chunk == i)) for side, chunk in zip(sides, chunks))
-        equal[i] = np.array_equal(left.joined(), right.joined())
-    return equal
-
-
-def _in_place(sides: Sides, chunks: Chunked, count: int, *, spaces: bool = True) -> np.ndarray:
+def _in_place(sides: Sides, chunks: Chunked, count: int, spaces: bool) -> np.ndarray:
     """bool [count]: False for a chunk that pairs two different occurrences of the same string."""
     # The score rewards any pair of equal tokens, so a repeated word, or a repeated byte of divided characters, may be
     # paired with the wrong occurrence where the two sides cut the text differently.
@@ -215,7 +190,7 @@ def align_windows(
     Returns:
         int32 [n], int32 [m] per window: chunks 0, 1, … in the order of the text. A chunk is one token on one side and
         one to four on the other that spell the same canonical string. −1 for a token in a gap or in an unequal pair,
-        for one that spells nothing, and for one whose chunk failed verification (`keep_verified`). Swapping the sides
+        for one that spells nothing, and for one whose chunk lies at two places (`keep_in_place`). Swapping the sides
         swaps the result.
     Raises:
         ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
@@ -233,15 +208,12 @@ def align_windows(
         if best is None:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
         else:
-            chunks = keep_verified((rows, columns), *best)
+            chunks = keep_in_place((rows, columns), *best)
         results.append(chunks[::-1] if swapped else chunks)
     return results
 
 
-Solver = Callable[[list[WindowProblem]], list[tuple[np.ndarray, np.ndarray, int]]]
-
-
-def load_backend(name: str) -> Solver:
+def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
     """The function that solves problems with this backend; its module is imported on this call.
 
     It takes a list of `WindowProblem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
@@ -251,14 +223,15 @@ def load_backend(name: str) -> Solver:
         name: numba | numpy | cuda.
 
     Raises:
-        ValueError: an unknown name; "cuda" where it cannot run (`require_cuda`).
+        ValueError: an unknown name; "cuda" where it cannot run (`missing_for_cuda`).
     """
     if name == "numpy":
         return solve_in_numpy
     if name == "numba":
         from distill_rl.align.dp.compiled import solve
     elif name == "cuda":
-        require_cuda()
+        if missing := missing_for_cuda():
+            raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
         from distill_rl.align.dp.cuda import solve
     else:
         raise ValueError(f"the backend of the dynamic programme must be one of {', '.join(BACKENDS)}; it is {name!r}")

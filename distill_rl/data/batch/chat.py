@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from os.path import commonprefix
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from distill_rl.align.chats import REASONING_KEYS, SWITCHES, CharSpan, Message, in_form, message_spans, render, text_of
@@ -30,8 +30,6 @@ _USUAL_ROLES = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}
 
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
 
-__all__ = ["render", "render_document", "roles_to_train_on"]
-
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CUT_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 _TAG = re.compile(r"[<\[][^<>\[\]\s]*[>\]]")
@@ -42,6 +40,7 @@ _OPENED_THOUGHT = re.compile(
 """At the end of a header: a thought that is opened, and perhaps ended."""
 _MARK = "\ue000"
 _QUESTION = {"role": "user", "content": "?"}
+P = ParamSpec("P")
 T = TypeVar("T")
 _KEPT: WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 """For a tokenizer: template, special tokens and variables → what was found of them (`_once`)."""
@@ -84,6 +83,22 @@ def _once(find: Callable[[Write], T]) -> Callable[[Write], T]:
         return write.known[find.__name__]
 
     return known
+
+
+def _if_refused(result: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """The same function, with this result where the template fails on a chat, or text is not found: a template can raise anything."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def tried(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                return result
+
+        return tried
+
+    return decorate
 
 
 class Rendered(NamedTuple):
@@ -166,15 +181,15 @@ def render_document(
     if wanted and off_turns and len(turns) != len(of_turns):
         rule = "the chat template marks every assistant turn once with {% generation %}, so that one can be taken out"
         raise DataError(f"row {row}", rule, f"{len(turns)} marked stretches for {len(of_turns)} turns")
-    by_message = dict(zip(of_turns, turns))
     if roles:
-        spans = [span for i, span in by_message.items() if i not in off] if off_turns else turns
-        spans = spans if "assistant" in roles else []
+        spans = turns if "assistant" in roles else []
+        if spans and off_turns:
+            spans = [turns[k] for k, i in enumerate(of_turns) if i not in off]
         others = {message["role"] for message in messages} & set(roles) - {"assistant"}
         if others:
             spans = spans + _texts_of_roles(write, messages, whole, others, row, off)
         return Rendered(whole, sorted(spans), written)
-    without = [span for i, span in by_message.items() if i in off]
+    without = [turns[k] for k, i in enumerate(of_turns) if i in off]
     for i, texts in enumerate(message_spans(whole, messages, write)):
         without += texts if i in off and i not in of_turns else ()
     return Rendered(whole, _complement(sorted(without), len(whole)), written)
@@ -196,15 +211,16 @@ def _is_off(message: Message, place: int, row: int) -> bool:
 
 def _complement(spans: Sequence[CharSpan], length: int) -> list[CharSpan]:
     """What is left of a text without these spans."""
-    edges = [0, *(edge for span in spans for edge in span), length]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2]) if stop > start]
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), length]
+    return [(start, stops[i]) for i, start in enumerate(starts) if stops[i] > start]
 
 
 def _texts_of_roles(
     write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int, off: Collection[int]
 ) -> list[CharSpan]:
     found: list[CharSpan] = []
-    for i, (message, spans) in enumerate(zip(messages, message_spans(whole, messages, write))):
+    for i, spans in enumerate(message_spans(whole, messages, write)):
+        message = messages[i]
         if message["role"] in roles and i not in off:
             written = [(start, stop) for start, stop in spans if stop > start]
             if not written and text_of(message).strip():
@@ -216,10 +232,10 @@ def _texts_of_roles(
 
 def _assistant_turns(tokenizer: Any, write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The spans of all assistant turns in the rendered chat, as `render_document` says; None if they cannot be found."""
-    if _has_generation_blocks(tokenizer):
-        blocks = _generation_blocks(write, messages)
-        if blocks:
-            return [_without_header(write, whole, block) for block in blocks]
+    template = tokenizer.chat_template  # or several
+    texts = template.values() if isinstance(template, dict) else [template]
+    if any(map(_GENERATION_BLOCK.search, texts)) and (blocks := _generation_blocks(write, messages)):
+        return [_without_header(write, whole, block) for block in blocks]
     spans = _spans_by_prefix(write, messages, whole)
     return spans if spans is not None else _spans_by_exchange(write, messages, whole)
 
@@ -259,23 +275,18 @@ def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
     return start + len(given), start + len(given) + len(turn)
 
 
+@_if_refused(None)
 def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it."""
     # None if the template rewrites earlier turns, or refuses a part of the chat.
     spans: list[CharSpan] = []
-    try:
-        ends, end_of_chat = _ends_of_turn(write), _end_of_chat(write)
-    except Exception:  # a template can raise anything
-        ends, end_of_chat = ("", ""), ""
+    ends, end_of_chat = _ends_of_turn(write), _if_refused("")(_end_of_chat)(write)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        try:
-            through = whole if index + 1 == len(messages) else write(messages[: index + 1])
-            place = _place_of_turn(write, messages[:index], through)
-            start, last = place.start_in(write, whole), place.start_in(write, through)
-        except Exception:  # a template can raise anything on a part of a chat
-            return None
+        through = whole if index + 1 == len(messages) else write(messages[: index + 1])
+        place = _place_of_turn(write, messages[:index], through)
+        start, last = place.start_in(write, whole), place.start_in(write, through)
         if start is None or last is None:
             return None
         turn = _turn_in(whole[start:], through[last:].removesuffix(end_of_chat), text_of(message).strip(), ends)
@@ -371,47 +382,45 @@ def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str |
     return None
 
 
+@_if_refused(None)
 def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place."""
     # Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from
     # the end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another
     # content than the message's.
-    try:
-        opening, header = _first_place(write).opening, _header(write)
-        ends = [end for end in _ends_of_turn(write) if end]
-        mark = {"role": "assistant", "content": _MARK}
-        spans: list[CharSpan] = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            behind = next(
-                (k for k in range(i + 1, len(messages)) if messages[k]["role"] not in ("tool", "assistant")),
-                len(messages),
-            )
-            begun = write([*messages[:i], mark, *messages[behind:]])
-            same = len(commonprefix([whole, begun]))  # noqa: RUF071 (character by character is intended)
-            earlier = spans[-1][1] if spans else 0
-            # Without a prompt, white space before an answer is what the model says.
-            start, base = len(whole[:same].rstrip()), whole.rfind(header, earlier, same) if header else -1
-            if header:
-                start = same
-            if base >= 0:
-                start = base + len(opening if whole.startswith(opening, base) else header)
-            for exchanged in _exchanged(message):
-                other = write([*messages[:i], exchanged, *messages[i + 1 :]])
-                if _MARK in other:
-                    break
-            after = other[other.rindex(_MARK) + 1 :]  # ValueError: neither is written
-            stop = len(whole) - len(after) + _end_in(after, [_last_end(write, exchanged), *ends])
-            turn = whole[start:stop]
-            content = text_of(message).rpartition("</think>")[2].strip()
-            found = whole.endswith(after) and earlier <= start < stop and content in turn
-            thinks = any(message.get(key) for key in REASONING_KEYS)  # which may have a header of its own
-            if not found or (header and not thinks and header in turn.replace(content, "")):
-                return None
-            spans.append((start, stop))
-    except Exception:  # a template can raise anything on another chat
-        return None
+    opening, header = _first_place(write).opening, _header(write)
+    ends = [end for end in _ends_of_turn(write) if end]
+    mark = {"role": "assistant", "content": _MARK}
+    spans: list[CharSpan] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        behind = next(
+            (k for k in range(i + 1, len(messages)) if messages[k]["role"] not in ("tool", "assistant")),
+            len(messages),
+        )
+        begun = write([*messages[:i], mark, *messages[behind:]])
+        same = len(commonprefix([whole, begun]))  # noqa: RUF071 (character by character is intended)
+        earlier = spans[-1][1] if spans else 0
+        # Without a prompt, white space before an answer is what the model says.
+        start, base = len(whole[:same].rstrip()), whole.rfind(header, earlier, same) if header else -1
+        if header:
+            start = same
+        if base >= 0:
+            start = base + len(opening if whole.startswith(opening, base) else header)
+        for exchanged in _exchanged(message):
+            other = write([*messages[:i], exchanged, *messages[i + 1 :]])
+            if _MARK in other:
+                break
+        after = other[other.rindex(_MARK) + 1 :]  # ValueError: neither is written
+        stop = len(whole) - len(after) + _end_in(after, [_last_end(write, exchanged), *ends])
+        turn = whole[start:stop]
+        content = text_of(message).rpartition("</think>")[2].strip()
+        found = whole.endswith(after) and earlier <= start < stop and content in turn
+        thinks = any(message.get(key) for key in REASONING_KEYS)  # which may have a header of its own
+        if not found or (header and not thinks and header in turn.replace(content, "")):
+            return None
+        spans.append((start, stop))
     return spans
 
 
@@ -430,17 +439,15 @@ def _exchanged(message: Message) -> Iterator[Message]:
 
 
 @_once
+@_if_refused(("", ""))
 def _ends_of_turn(write: Write) -> tuple[str, str]:
     # What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it
     # does not take such chats.
     # They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
     # end-of-turn token is not part of it, unless nothing else ends the turn.
     turn = {"role": "assistant", "content": _MARK}
-    try:
-        last = _last_end(write, turn)
-        middle, alone = write([_QUESTION, turn, _QUESTION]).partition(_MARK)[2], write([_QUESTION])
-    except Exception:  # a template can raise anything
-        return "", ""
+    last = _last_end(write, turn)
+    middle, alone = write([_QUESTION, turn, _QUESTION]).partition(_MARK)[2], write([_QUESTION])
     common = commonprefix([middle[::-1], alone[::-1]])  # noqa: RUF071 (character by character is intended)
     end = len(middle) - len(common)
     # What both share may begin inside the end-of-turn token; or with it, if another message ends in the same way.
@@ -471,17 +478,11 @@ def _end_of_chat(write: Write) -> str:
     return _first_place(write).end
 
 
-def _has_generation_blocks(tokenizer: Any) -> bool:
-    """Whether the template, or one of several, has {% generation %} blocks."""
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, dict) else [template]
-    return any(_GENERATION_BLOCK.search(text) for text in texts)
-
-
 # Some templates write nothing behind an answer (GLM): the next turn begins with its role's token, and generation stops there. That
 # token is a stop, so it is part of the turn. The last turn of a chat then has no end, so its next role's token is written behind it.
 
 
+@_if_refused("")
 def closing_stop(
     write: Callable[..., str], messages: Sequence[Mapping[str, Any]], whole: str, stops: Collection[str]
 ) -> str:
@@ -492,9 +493,16 @@ def closing_stop(
         whole: the rendered chat.
         stops: what the stop tokens are written as.
     """
-    if not stops or messages[-1]["role"] != "assistant" or _ends_in_stop(whole, stops):
+    last = messages[-1]
+    if not stops or last["role"] != "assistant" or _ends_in_stop(whole, stops):
         return ""
-    return _following(write, messages[-1], stops)
+    # What the template writes behind such a turn before a tool's result, or a user's turn.
+    calls = [_CALL] if last.get("tool_calls") else []
+    turn = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "."}
+    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": _MARK}
+    chat = [_QUESTION, turn, result if calls else {"role": "user", "content": _MARK}]
+    written, text = write(chat[:2]), write(chat)
+    return _first_stop(text[len(written) :], stops) if text.startswith(written) else ""
 
 
 def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) -> list[CharSpan]:
@@ -510,19 +518,6 @@ def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) ->
         (start, stop if _ends_in_stop(whole[start:stop], stops) else stop + len(_first_stop(whole[stop:], stops)))
         for start, stop in turns
     ]
-
-
-def _following(write: Callable[..., str], last: Mapping[str, Any], stops: Collection[str]) -> str:
-    """The stop that the template would write behind the last turn of a chat, before a tool's result or a user's turn."""
-    calls = [_CALL] if last.get("tool_calls") else []
-    turn = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "."}
-    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": _MARK}
-    chat = [{"role": "user", "content": "?"}, turn, result if calls else {"role": "user", "content": _MARK}]
-    try:
-        written, text = write(chat[:2]), write(chat)
-    except Exception:  # a template can raise anything
-        return ""
-    return _first_stop(text[len(written) :], stops) if text.startswith(written) else ""
 
 
 def _first_stop(text: str, stops: Collection[str]) -> str:
@@ -591,7 +586,7 @@ class TemplateCoverage:
             text: the template's output for it.
         """
         messages, options = document["messages"], template_options(document)
-        write = partial(render, self.tokenizer, **options)
+        chat = RenderedChat(partial(render, self.tokenizer, **options), messages, text)
         missing: dict[ChatPart, None] = {}
         unsure: dict[ChatPart, None] = {}
         for i, message in enumerate(messages):
@@ -603,10 +598,10 @@ class TemplateCoverage:
                     if part not in self._written:
                         unsure[part] = None
                         if self._misses[part] < _PATIENCE:
-                            self._record(part, _message_changes(write, messages, i, key, text))
-                elif not self._writes(write, messages, i, key, kind, text):
+                            self._record(part, chat.changes_with_key(i, key))
+                elif not self._writes(chat, i, key, kind):
                     missing[part] = None
-            if _cuts_thought(write, messages, i, text):
+            if chat.cuts_thought(i):
                 missing[ChatPart(message["role"], _THOUGHT)] = None
         for key, value in options.items():
             part = ChatPart("", key)
@@ -615,24 +610,21 @@ class TemplateCoverage:
             unsure[part] = None
             if self._misses[part] < _PATIENCE:
                 others = {name: other for name, other in options.items() if name != key}
-                self._record(
-                    part, _differs(lambda: text, partial(render, self.tokenizer, messages, **others)) is not False
-                )
+                without = partial(render, self.tokenizer, messages, **others)
+                self._record(part, _differs(lambda: text, without) is not False)
         return (*missing, *(part for part in unsure if part not in self._written))
 
-    def _writes(
-        self, write: Callable[..., str], messages: Sequence[Message], i: int, key: str, kind: Hashable, text: str
-    ) -> bool:
+    def _writes(self, chat: RenderedChat, i: int, key: str, kind: Hashable) -> bool:
         """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls."""
-        value, known = messages[i][key], (kind, key)
-        found = all(_occurs(part, text) for part in _texts_in(value))
+        value, known = chat.messages[i][key], (kind, key)
+        found = all(_occurs(part, chat.text) for part in _texts_in(value))
         if known in self._written and (found or self._rewritten[known] >= _PATIENCE):
             return True
         if known not in self._written and self._misses[known] >= _PATIENCE:
             return False
-        written = _message_changes(write, messages, i, key, text)
+        written = chat.changes_with_key(i, key)
         if key == "tool_calls" and isinstance(value, list | tuple):
-            written = written and all(_writes_call(write, messages, i, call, text) for call in range(len(value)))
+            written = written and all(chat.writes_call(i, call) for call in range(len(value)))
         self._record(known, written)
         self._rewritten[known] += written and not found
         return written
@@ -669,89 +661,72 @@ class TemplateCoverage:
             self._misses[part] += 1
 
 
-def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
-    # Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also
-    # whether that of the chat up to the message does.
-    # True as well if the template refuses every chat without the key, since it must have read it.
-    message = messages[i]
-    changed = {name: value for name, value in message.items() if name != key}
-    if isinstance(message[key], str) or key == "content":
-        changed[key] = _MARK
-    _, ends, answer = text_of(message).rpartition("</think>")
-    only_last = key not in ("content", "tool_calls", "function_call") or bool(
-        key == "content" and ends and not answer.strip()
-    )
-    return _changes(write, messages, i, changed, text, only_last=only_last)
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat and its text, to find out what the template writes of it: what the text changes with."""
 
+    write: Callable[..., str]
+    """Messages → text with the template"""
+    messages: Sequence[Message]
+    text: str
 
-def _changes(
-    write: Callable[..., str],
-    messages: Sequence[Message],
-    i: int,
-    changed: Message,
-    text: str,
-    *,
-    only_last: bool = False,
-) -> bool:
-    """The same with another message in the place of message i."""
-    before, after = messages[:i], messages[i + 1 :]
-    whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
-    if not after or whole or (whole is False and not only_last):
-        return whole is not False
-    alone = _differs(lambda: write([*before, messages[i]]), lambda: write([*before, changed]))
-    return bool(alone) or (whole is None and alone is None)
+    def changes_with_key(self, i: int, key: str) -> bool:
+        """Whether the text changes with a key of message i."""
+        # For a thought, or what describes a message, also whether that of the chat up to the message does. True as well
+        # if the template refuses every chat without the key, since it must have read it.
+        message = self.messages[i]
+        changed = {name: value for name, value in message.items() if name != key}
+        if isinstance(message[key], str) or key == "content":
+            changed[key] = _MARK
+        _, ends, answer = text_of(message).rpartition("</think>")
+        is_thought = key == "content" and bool(ends) and not answer.strip()
+        return self._changes(i, changed, only_last=is_thought or key not in ("content", "tool_calls", "function_call"))
 
+    def _changes(self, i: int, changed: Message, *, only_last: bool = False) -> bool:
+        """The same with another message in the place of message i."""
+        before, after = self.messages[:i], self.messages[i + 1 :]
+        whole = _differs(lambda: self.text, lambda: self.write([*before, changed, *after]))
+        if not after or whole or (whole is False and not only_last):
+            return whole is not False
+        alone = _differs(lambda: self.write([*before, self.messages[i]]), lambda: self.write([*before, changed]))
+        return bool(alone) or (whole is None and alone is None)
 
-def _writes_call(write: Callable[..., str], messages: Sequence[Message], i: int, call: int, text: str) -> bool:
-    """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
-    calls = messages[i]["tool_calls"]
-    without = {**messages[i], "tool_calls": [*calls[:call], *calls[call + 1 :]]}
-    if len(calls) > 1 and not _changes(write, messages, i, without, text):
-        return False
-    function = calls[call].get("function", calls[call]) if isinstance(calls[call], Mapping) else {}
-    others: list[Mapping[str, Any]] = []
-    if isinstance(function, Mapping) and function.get("name"):
-        others.append({**function, "name": _MARK})
-    if isinstance(function, Mapping) and function.get("arguments"):
-        others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
-    for other in others:
-        whole = {**calls[call], "function": other} if "function" in calls[call] else other
-        changed = {**messages[i], "tool_calls": [*calls[:call], whole, *calls[call + 1 :]]}
-        if not _changes(write, messages, i, changed, text):
+    def writes_call(self, i: int, call: int) -> bool:
+        """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
+        calls = self.messages[i]["tool_calls"]
+        before, given, after = calls[:call], calls[call], calls[call + 1 :]
+        if len(calls) > 1 and not self._changes(i, {**self.messages[i], "tool_calls": [*before, *after]}):
             return False
-    return True
+        function = given.get("function", given) if isinstance(given, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
+        others = [{**function, "name": _MARK}] if function.get("name") else []
+        if function.get("arguments"):
+            others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
+        changed = [{**given, "function": other} if "function" in given else other for other in others]
+        return all(self._changes(i, {**self.messages[i], "tool_calls": [*before, other, *after]}) for other in changed)
+
+    @_if_refused(False)
+    def cuts_thought(self, i: int) -> bool:
+        """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
+        thought, ends, _ = text_of(self.messages[i]).partition("</think>")
+        thought = thought.partition("<think>")[2].strip()
+        return bool(ends and thought) and thought not in self.text and thought not in self.write(self.messages[: i + 1])
 
 
 def _with_less(arguments: Any) -> Iterator[Any]:
     """Yields the arguments of a call without one of them each, in the form that they have."""
     is_text = isinstance(arguments, str)
     value = _parsed(arguments) if is_text else arguments
-    kept = (
-        [{key: other for key, other in value.items() if key != left} for left in value]
-        if isinstance(value, Mapping)
-        else []
-    )
-    for less in kept or [{}]:
+    keys = value.keys() if isinstance(value, Mapping) else ()
+    for less in [{key: value[key] for key in keys if key != left} for left in keys] or [{}]:
         yield json.dumps(less, ensure_ascii=False) if is_text else less
-
-
-def _cuts_thought(write: Callable[..., str], messages: Sequence[Message], i: int, text: str) -> bool:
-    """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
-    thought, ends, _ = text_of(messages[i]).partition("</think>")
-    thought = thought.partition("<think>")[2].strip()
-    if not ends or not thought or thought in text:
-        return False
-    try:
-        return thought not in write(messages[: i + 1])
-    except Exception:  # a template can raise anything
-        return False
 
 
 def _texts_in(value: Any) -> Iterator[str]:
     """Yields what a reader of a value would look for: texts and numbers; names and arguments of tool calls."""
     if isinstance(value, str):
         before, ends, after = value.partition("</think>")
-        yield after if ends and "<think>" in before else value  # a thought is looked for by `_cuts_thought`
+        yield after if ends and "<think>" in before else value  # a thought is looked for by `cuts_thought`
     elif isinstance(value, Mapping):
         if "function" in value:
             value = value["function"]
@@ -780,11 +755,9 @@ def _occurs(part: str, text: str) -> bool:
     return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
+@_if_refused(None)
 def _differs(first: Callable[[], str], second: Callable[[], str]) -> bool | None:
-    try:
-        return first() != second()
-    except Exception:  # a template can raise anything
-        return None
+    return first() != second()
 
 
 def _is_blank(value: Any) -> bool:

@@ -167,26 +167,15 @@ def _in_order(
     lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
     """`arrange` without changing the order of rows that hold one document."""
-    if not plan.packing:
-        rows = [[i] for i in range(len(lengths))]
-    elif kinds is None:
-        rows = first_fit(lengths, capacities)
-    else:
-        rows = _first_fit_by_kind(lengths, capacities, kinds)
+    rows = [[i] for i in range(len(lengths))]
+    if plan.packing:
+        members: dict[Hashable, list[int]] = {}
+        for i in range(len(lengths)):
+            members.setdefault(kinds[i] if kinds else None, []).append(i)
+        rows = [[same[i] for i in row] for same in members.values() for row in first_fit(lengths[same], capacities)]
+        rows.sort()  # by their first documents: rows of all kinds are spread over the batch, and no rank has most of one
     num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
     return rows + [[] for _ in range(num_rows - len(rows))]
-
-
-def _first_fit_by_kind(lengths: np.ndarray, capacities: ArrayLike, kinds: Sequence[Hashable]) -> list[list[int]]:
-    """`first_fit` among the documents of each kind; rows stand in the order of their first documents."""
-    # So rows of all kinds are spread over the batch, and no rank has most of one kind.
-    members: dict[Hashable, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(i)
-    rows = [
-        [of_kind[i] for i in row] for of_kind in members.values() for row in first_fit(lengths[of_kind], capacities)
-    ]
-    return sorted(rows, key=lambda row: row[0])
 
 
 def lay_out(

@@ -9,7 +9,7 @@ other tokenizers among the teachers there are five steps, of which `align` does 
    the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
    cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`). If long
    documents are to be split, all tokens are aligned, and cut into pieces at boundaries that all sides share
-   (`pieces.py`); each piece is then handled like a document.
+   (`Splitter`); each piece is then handled like a document.
 3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
    left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
 4. Lay out: `collate.arrange` decides which documents share a row, so that they fit on every side. Row i of a teacher
@@ -38,13 +38,13 @@ import numpy as np
 from distill_rl.data import routing
 from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.batch.document_aligner import (
+    NONE_STORED,
     AlignedDocument,
     AlignedPiece,
     CrossTokenizerTeacher,
     DocumentAligner,
-    aligned,
+    StoredTargets,
 )
-from distill_rl.data.batch.pieces import NONE_STORED, STUDENT, DocumentPiece, Extent, StoredTargets, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization, unknown_token
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -59,7 +59,6 @@ from distill_rl.types import (
     TeacherPart,
     TokenRows,
     TokenWeights,
-    row_of,
 )
 
 
@@ -81,11 +80,11 @@ class BatchBuilder:
         *,
         stored: StoredTargets = NONE_STORED,
     ):
-        self.tokenization, self._plan = tokenization, plan
-        self._stored = stored
+        self.tokenization, self._plan, self._stored = tokenization, plan, stored
         self.teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
         """Those with their own tokenizer, by index."""
-        self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, {}) if plan.split else None
+        lengths = {i: plan.length_of(i) for i in self.teachers}
+        self._aligner = DocumentAligner(tokenization, self.teachers, lengths, split=plan.split, stored=stored)
 
     def build(
         self, batch: DocumentBatch, skip: Collection[Row] = ()
@@ -113,25 +112,13 @@ class BatchBuilder:
             DataError: a document that the user has to fix; names its row.
             ValueError: a document with a token that some model which reads the student's rows does not know.
         """
-        if self.teachers:
-            lengths = {i: self._plan.length_of(i) for i in self.teachers}
-            aligner = DocumentAligner(
-                self.tokenization, self.teachers, lengths, split=self._plan.split, stored=self._stored
-            )
-            found = aligner.align(documents, skip)
-        else:
-            found = [
-                aligned(document, None if row_of(document) in skip else self._pieces(document), {}, (), self._stored)
-                for document in documents
-            ]
-        self._require_known_ids(found)
+        found = self._aligner.align(documents, skip)
+        known = self._plan.known_ids
+        for document in found if known else ():
+            ids = np.concatenate([piece.encoded.input_ids for piece in document.pieces])
+            if problem := unknown_token(f"row {document.row}", ids.tolist(), known, self.tokenization.tokenizer):
+                raise ValueError(str(problem))
         return found
-
-    def _pieces(self, document: Mapping[str, Any]) -> list[DocumentPiece]:
-        if self._splitter is None:
-            encoded = self.tokenization.encode(document)
-            return [DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
-        return self._splitter.split(self.tokenization.encode_all(document), {})
 
     def assemble(
         self, index: int, cursor: Cursor, parts: Sequence[Sequence[AlignedDocument]]
@@ -161,28 +148,49 @@ class BatchBuilder:
         of_student: list[TeacherPart] = []
         of_teachers: list[list[list[RankBatch]]] = []
         for i, sharding in enumerate(self._plan.teachers):
-            weights = None if shares is None else shares.token_weights(i, members, rows)
+            weights = shares.token_weights(i, members, rows)
             teacher_rows, teacher_labels, chunks = rows, num_labels, None
             if i in self.teachers:
                 theirs = [piece.of_teacher(i) for piece in pieces]
                 teacher_rows = lay_out(theirs, self._plan, members, pad_id(self.teachers[i].tokenizer))
                 teacher_labels = _count_labels(teacher_rows)
-                of_pieces = None if shares is None else shares.of_teacher(i)
-                chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, of_pieces)
+                chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, shares.of_teacher(i))
                 asked_labels = None if weights is None else weights.num_labels
                 infos.append(_describe(self.teachers[i], documents, i, chunks, asked_labels))
             of_student.append(TeacherPart(chunks, weights))
             refs = []
             if i in self._stored.teachers:
                 refs = [tuple(pieces[j].refs[i] for j in row if pieces[j].refs[i].length) for row in members]
-            asked = None if shares is None else shares.asked(i, members)
+            asked = shares.asked(i, members)
             of_teachers.append(
                 divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
             )
-        student = divide(
-            rows, self._plan.student, self._plan, index, num_labels, teachers=of_student, by_row=shares is not None
+        by_row = shares.weights is not None
+        student = divide(rows, self._plan.student, self._plan, index, num_labels, teachers=of_student, by_row=by_row)
+        firsts = [document.pieces[0].encoded for document in documents]
+        num_not_stored = sum(not document.is_stored for document in documents)
+        info = BatchInfo(
+            index=index,
+            cursor=cursor,
+            num_documents=len(documents),
+            num_rows=rows.shape[0],
+            num_tokens=sum(len(piece.encoded.input_ids) for piece in pieces),
+            num_labels=num_labels,
+            num_positions=rows.num_positions,
+            num_truncated=sum(first.truncated for first in firsts),
+            num_split=sum(len(document.pieces) > 1 for document in documents),
+            seconds=time.perf_counter() - began,
+            alignments=tuple(infos),
+            bad_rows=tuple(document.bad for document in documents if document.bad is not None),
+            num_left_out=sum(not document.is_kept for document in documents) - num_not_stored,
+            num_not_stored=num_not_stored,
+            left_out=_count_left_out(documents),
+            num_incomplete=sum(bool(first.left_out) for first in firsts),
+            num_unlabelled=sum(
+                document.is_kept and not any(piece.encoded.has_labels for piece in document.pieces)
+                for document in documents
+            ),
         )
-        info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student, of_teachers
 
     def members(self, documents: Sequence[AlignedDocument]) -> list[list[int]]:
@@ -193,51 +201,7 @@ class BatchBuilder:
             *([piece.of_teacher(i) for piece in pieces] for i in self.teachers),
         ]
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in self.teachers)]
-        shares = RowShares.of(documents)
-        return arrange(sides, capacities, self._plan, None if shares is None else shares.kinds)
-
-    def _require_known_ids(self, documents: Sequence[AlignedDocument]) -> None:
-        """Raises ValueError for a document with an id that some model which reads the student's rows does not know."""
-        known = self._plan.known_ids
-        for document in documents if known else ():
-            ids = np.concatenate([piece.encoded.input_ids for piece in document.pieces])
-            if problem := unknown_token(f"row {document.row}", ids.tolist(), known, self.tokenization.tokenizer):
-                raise ValueError(str(problem))
-
-
-def _summary(
-    index: int,
-    cursor: Cursor,
-    documents: Sequence[AlignedDocument],
-    rows: TokenRows,
-    num_labels: int,
-    alignments: Sequence[AlignmentInfo],
-    seconds: float,
-) -> BatchInfo:
-    firsts = [document.pieces[0].encoded for document in documents]
-    num_not_stored = sum(not document.is_stored for document in documents)
-    return BatchInfo(
-        index=index,
-        cursor=cursor,
-        num_documents=len(documents),
-        num_rows=rows.shape[0],
-        num_tokens=sum(len(piece.encoded.input_ids) for document in documents for piece in document.pieces),
-        num_labels=num_labels,
-        num_positions=rows.num_positions,
-        num_truncated=sum(first.truncated for first in firsts),
-        num_split=sum(len(document.pieces) > 1 for document in documents),
-        seconds=seconds,
-        alignments=tuple(alignments),
-        bad_rows=tuple(document.bad for document in documents if document.bad is not None),
-        num_left_out=sum(not document.is_kept for document in documents) - num_not_stored,
-        num_not_stored=num_not_stored,
-        left_out=_count_left_out(documents),
-        num_incomplete=sum(bool(first.left_out) for first in firsts),
-        num_unlabelled=sum(
-            document.is_kept and not any(piece.encoded.has_labels for piece in document.pieces)
-            for document in documents
-        ),
-    )
+        return arrange(sides, capacities, self._plan, RowShares.of(documents).kinds)
 
 
 def _count_left_out(documents: Sequence[AlignedDocument]) -> tuple[LeftOut, ...]:
@@ -332,40 +296,33 @@ class RowShares:
     Pieces share a row only if the same teachers are asked for them (`kinds`), so that a teacher is asked for whole rows.
     """
 
-    weights: np.ndarray
-    """float64 [pieces, teachers]"""
+    weights: np.ndarray | None
+    """float64 [pieces, teachers]; None if teachers are not chosen by row, or there are no documents"""
     lengths: np.ndarray
     """int64 [pieces]: tokens of the student"""
 
     @classmethod
-    def of(cls, documents: Sequence[AlignedDocument]) -> RowShares | None:
-        """None if teachers are not chosen by row, or there are no documents."""
-        pieces = [
-            (document.weights, len(piece.encoded.input_ids))
-            for document in documents
-            if document.weights is not None
-            for piece in document.pieces
-        ]
-        if not pieces:
-            return None
-        weights = np.array([of_teachers for of_teachers, _ in pieces], dtype=np.float64)
-        return cls(weights, np.array([length for _, length in pieces], dtype=np.int64))
+    def of(cls, documents: Sequence[AlignedDocument]) -> RowShares:
+        """Those of documents, all of which have weights, or none."""
+        pieces = [(document.weights, piece) for document in documents for piece in document.pieces]
+        lengths = np.array([len(piece.encoded.input_ids) for _, piece in pieces], dtype=np.int64)
+        weights = [of_teachers for of_teachers, _ in pieces if of_teachers is not None]
+        return cls(np.array(weights, dtype=np.float64) if weights else None, lengths)
 
     @cached_property
-    def _chosen(self) -> list[bool]:
-        """Per teacher, whether it has another weight than 1 for some document that is not empty."""
-        return [bool(each) for each in (self.weights[self.lengths > 0] != 1).any(axis=0)]
-
-    @cached_property
-    def kinds(self) -> list[Hashable]:
+    def kinds(self) -> list[Hashable] | None:
         """Per piece, the teachers that are asked for it; an empty piece is of the first one's kind that is not."""
+        if self.weights is None:
+            return None
         is_asked = self.weights > 0
         first = is_asked[int((self.lengths > 0).argmax())]
         return [tuple(kind) for kind in np.where(self.lengths[:, None] > 0, is_asked, first).tolist()]
 
     def of_teacher(self, teacher: int) -> np.ndarray | None:
-        """float64 [pieces], its weights; None if all are 1."""
-        return self.weights[:, teacher] if self._chosen[teacher] else None
+        """float64 [pieces], its weights; None if all are 1, but for pieces that are empty."""
+        if self.weights is None or (self.weights[self.lengths > 0, teacher] == 1).all():
+            return None
+        return self.weights[:, teacher]
 
     def asked(self, teacher: int, members: Sequence[Sequence[int]]) -> np.ndarray | None:
         """bool [R]: the rows that a teacher is asked for; None: all of them.
@@ -373,9 +330,10 @@ class RowShares:
         Args:
             members: the pieces of every row.
         """
-        if not self._chosen[teacher]:
+        weights = self.of_teacher(teacher)
+        if weights is None:
             return None
-        is_asked = (self.weights[:, teacher] > 0) & (self.lengths > 0)
+        is_asked = (weights > 0) & (self.lengths > 0)
         return np.array([bool(is_asked[list(row)].any()) for row in members], dtype=bool)
 
     def token_weights(self, teacher: int, members: Sequence[Sequence[int]], rows: TokenRows) -> TokenWeights | None:

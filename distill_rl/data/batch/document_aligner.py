@@ -1,13 +1,29 @@
-"""Steps 1 to 3 of a batch with several tokenizers: documents → the student's tokens, and alignments with each teacher.
+"""Steps 1 to 3 of a batch (`cross_tokenizer_batch.py` lists all): documents → tokens of every side, alignments, and the pieces that rows hold.
 
-`cross_tokenizer_batch.py` lists all steps. Here each document is handled on its own, so the documents of a batch can be
-divided at will.
+Each document is handled on its own, so the documents of a batch can be divided at will.
+
+A document that fits into a row is one piece. With `cut`, so is any other: its beginning, and the rest is left out. With
+`split`, it becomes several pieces, which are rows of the same batch:
+
+1. A piece ends at the last place within the limits of all sides where all tokenizations of the text can be cut
+   (`Alignment.boundaries`), and the next one begins there. With one tokenizer, every token ends at such a place.
+2. If a tokenizer begins a text with special tokens such as bos, every piece begins with them. Only the last piece ends in
+   eos.
+3. A stretch without such a place that is longer than a row is cut at each side's own limit. The next piece begins behind
+   it.
+
+The first token of a piece is predicted only if one of these special tokens comes before it; without them a split loses one
+token per piece. So that the last token, mostly eos, is not alone in a piece that trains nothing, the piece before ends one
+place earlier then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import takewhile
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,21 +31,214 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import TemplateCoverage, render_document
-from distill_rl.data.batch.pieces import (
-    NONE_STORED,
-    NOTHING,
-    STUDENT,
-    DocumentPiece,
-    Extent,
-    StoredTargets,
-    ref_of,
-    splitter_of,
-)
 from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization, name_of
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import DataError
 from distill_rl.types import BadRow, PieceRef, Row, row_of
+
+NOTHING = PieceRef(b"", 0, 0, 0, True)
+"""Stands for a piece that a teacher is not asked for."""
+
+STUDENT = -1
+"""The student's side, beside the indices of teachers that have their own tokenizer."""
+
+
+class Extent(NamedTuple):
+    """Which tokens of one side of a document a piece has."""
+
+    first: int = 0
+    """Tokens of the document before the piece."""
+    prefix: int = 0
+    """Special tokens that the piece begins with and that are not at this place in the document."""
+    whole: bool = True
+    """Whether the piece reaches the end of the document."""
+
+
+class DocumentPiece(NamedTuple):
+    """What rows hold of a document."""
+
+    encoded: Encoded
+    """The student's tokens."""
+    alignments: dict[int, Alignment]
+    """With each teacher that has its own tokenizer, by its index."""
+    extents: dict[int, Extent]
+    """By the index of such a teacher, and of STUDENT."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLimits:
+    """How one tokenizer's rows limit a piece."""
+
+    limit: int
+    """Most tokens of a piece, more than `prefix` has."""
+    prefix: tuple[int, ...] = ()
+    """Special tokens with which the tokenizer begins a text."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, limit: int) -> PieceLimits:
+        """The side of a tokenizer; the prefix is what an empty text and another begin with."""
+        special = set(tokenizer.all_special_ids)
+        shared = commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])  # noqa: RUF071 (of ids, not paths)
+        return cls(limit, tuple(takewhile(special.__contains__, shared)))
+
+    def of_document(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [0 or more]: the prefix, if a document begins with it."""
+        begins = ids[: len(self.prefix)]
+        return begins if begins.tolist() == list(self.prefix) else ids[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Splits documents into pieces that fit a row on every side.
+
+    Args:
+        teachers: those with their own tokenizer, by index.
+    """
+
+    student: PieceLimits
+    teachers: Mapping[int, PieceLimits]
+
+    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[DocumentPiece]:
+        """All tokens of a document in pieces, in order; at least one piece.
+
+        Args:
+            encoded: the student's tokens.
+            alignments: of all of these tokens with each teacher's. Empty: there is no other tokenizer.
+        """
+        teachers = list(alignments)
+        sides = {STUDENT: encoded.input_ids, **{i: alignments[i].teacher_ids for i in teachers}}
+        rules = {STUDENT: self.student, **self.teachers}
+        limits = np.array([rules[name].limit for name in sides], dtype=np.int64)
+        end = np.array([len(ids) for ids in sides.values()], dtype=np.int64)
+        if (end <= limits).all():
+            return [DocumentPiece(encoded, dict(alignments), dict.fromkeys(sides, Extent()))]
+        if not end[0]:
+            nothing = {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()}
+            return [DocumentPiece(encoded, nothing, {name: Extent(whole=not len(ids)) for name, ids in sides.items()})]
+        prefixes = [rules[name].of_document(ids) for name, ids in sides.items()]
+        rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
+        places = common_places(len(encoded.input_ids), alignments)
+        pieces: list[DocumentPiece] = []
+        start, room, before = np.zeros_like(end), limits, [prefix[:0] for prefix in prefixes]
+        left_out = False
+        while start[0] < end[0]:
+            stop, following = _next_places(places, start, room)
+            if end[0] - following[0] == 1 and not len(prefixes[0]):
+                stop, following = _place_before(places, start, stop, following, rooms)
+            left_out |= bool((stop < following).any())
+            part = encoded.part(int(start[0]), int(stop[0]), before[0])
+            pairs = {
+                i: alignments[i]
+                .part((int(start[0]), int(start[side])), (int(stop[0]), int(stop[side])))
+                .preceded_by(before[0], before[side])
+                for side, i in enumerate(teachers, start=1)
+            }
+            extents = {
+                name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
+                for side, name in enumerate(sides)
+            }
+            pieces.append(DocumentPiece(part if not pieces else replace(part, left_out=()), pairs, extents))
+            start, room, before = following, rooms, prefixes
+        return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]
+
+
+def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[Any, int]]) -> Splitter:
+    """The splitter for a student's tokenizer and those of teachers.
+
+    Args:
+        max_length: most tokens of the student in a row.
+        teachers: tokenizer and most tokens in a row of each teacher that has its own, by its index.
+    """
+    sides = {i: PieceLimits.of(other, length) for i, (other, length) in teachers.items()}
+    return Splitter(PieceLimits.of(tokenizer, max_length), sides)
+
+
+def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.ndarray:
+    """int64 [k, 1 + teachers], ascending: where a document can be divided on all sides, its end included.
+
+    Each place is the number of tokens before it: the student's, then each teacher's. The student's are all different;
+    of places that differ only on a teacher's side the last counts.
+
+    Args:
+        num_tokens: of the student.
+    """
+    if not alignments:
+        return np.arange(1, num_tokens + 1, dtype=np.int64)[:, None]
+    of_teachers = []
+    for alignment in alignments.values():
+        places = np.concatenate([alignment.boundaries, [[num_tokens, len(alignment.teacher_ids)]]])
+        is_last = np.append(np.diff(places[:, 0]) > 0, True)
+        of_teachers.append(places[is_last])
+    student = reduce(np.intersect1d, [places[:, 0] for places in of_teachers])
+    columns = [places[places[:, 0].searchsorted(student), 1] for places in of_teachers]
+    return np.stack([student, *columns], axis=1)
+
+
+def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the piece that begins at `start` ends, and where the one after it begins."""
+    # They are the same unless no place lies within the room: then the piece ends where the room does.
+    fitting = min(int(places[:, side].searchsorted(start[side] + room[side], "right")) for side in range(len(start)))
+    if fitting and places[fitting - 1, 0] > start[0]:
+        return places[fitting - 1], places[fitting - 1]
+    following = places[int(places[:, 0].searchsorted(start[0], "right"))]
+    return np.minimum(start + room, following), following
+
+
+def _place_before(
+    places: np.ndarray, start: np.ndarray, stop: np.ndarray, following: np.ndarray, room: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more."""
+    # Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
+    earlier = int(places[:, 0].searchsorted(stop[0])) - 1
+    if earlier < 0 or places[earlier, 0] - start[0] < 2 or (places[-1] - places[earlier] > room).any():
+        return stop, following
+    return places[earlier], places[earlier]
+
+
+def ref_and_tokens(piece: DocumentPiece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
+    """By which a store finds a piece as a teacher reads it, and the teacher's tokens of it, int32 [n].
+
+    Args:
+        names: the document's name for teachers with their own tokenizer; the others read the student's tokens.
+    """
+    is_own = teacher in piece.alignments
+    tokens = piece.alignments[teacher].teacher_ids if is_own else piece.encoded.input_ids
+    extent = piece.extents.get(teacher if is_own else STUDENT, Extent())
+    name = names.get(teacher, b"") if is_own else piece.encoded.name
+    return PieceRef(name, extent.first, extent.prefix, len(tokens), extent.whole), tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTargets:
+    """The teachers whose targets are read or stored."""
+
+    teachers: frozenset[int] = frozenset()
+    """Their indices: rows for them say which pieces they hold (`RankBatch.pieces`)."""
+    required: Mapping[int, Callable[[PieceRef, np.ndarray], bool]] = field(default_factory=dict)
+    """By the index of each whose store decides what is trained on: whether the store has a piece with these tokens."""
+
+    def have(
+        self, pieces: Sequence[DocumentPiece], names: Mapping[int, bytes], weights: Sequence[float] | None = None
+    ) -> bool:
+        """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
+
+        Args:
+            names: as for `ref_and_tokens`.
+            weights: the document's, if teachers are chosen by row (`routing.weights_of`).
+        """
+        return all(
+            has(*ref_and_tokens(piece, i, names))
+            for i, has in self.required.items()
+            if asked(weights, i)
+            for piece in pieces
+        )
+
+
+NONE_STORED = StoredTargets()
+
+
+# Steps 1 to 3 of a batch with several tokenizers: documents → the student's tokens, and alignments with each teacher.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +328,7 @@ class AlignedPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AlignedDocument:
-    """A document after step 3, in one piece or in several (`pieces.py`).
+    """A document after step 3, in one piece or in several (`Splitter`).
 
     One that is left out is a single empty piece (`NO_TOKENS`, `LEFT_OUT`), so that its place in the batch stays. One that a
     teacher is not asked for is empty on that teacher's side.
@@ -136,43 +345,12 @@ class AlignedDocument:
     """Why the document is left out, if it failed."""
 
 
-def aligned(
-    document: Mapping[str, Any],
-    pieces: Sequence[DocumentPiece] | None,
-    names: Mapping[int, bytes],
-    teachers: Collection[int],
-    stored: StoredTargets,
-    bad: BadRow | None = None,
-) -> AlignedDocument:
-    """A document that is divided into pieces, or left out: if there are none, or a store that should have them does not.
-
-    Args:
-        names: the document's name for teachers with their own tokenizer; the others use that of `Encoded`.
-        teachers: those with their own tokenizer.
-        bad: why there are no pieces, if the document failed.
-    """
-    row, weights = row_of(document), weights_of(document)
-    is_stored = pieces is None or stored.have(pieces, names, weights)
-    is_kept = pieces is not None and is_stored
-    if pieces is None or not is_stored:
-        pieces = [DocumentPiece(NO_TOKENS, dict.fromkeys(teachers, LEFT_OUT), {})]
-    made = [
-        AlignedPiece(
-            piece.encoded,
-            {i: piece.alignments.get(i, LEFT_OUT) for i in teachers},
-            {i: ref_of(piece, i, names) if asked(weights, i) else NOTHING for i in stored.teachers},
-        )
-        for piece in pieces
-    ]
-    return AlignedDocument(row, made, weights, is_kept, is_stored, bad)
-
-
 class DocumentAligner:
     """Tokenises documents for the student and for teachers with tokenizers of their own, and aligns the results.
 
     Args:
         tokenization: the student's.
-        teachers: at least one, by index of the teacher.
+        teachers: those with their own tokenizer, by index of the teacher.
         max_lengths: most tokens in a row of each of them.
         split: whether documents that are too long for a row become several pieces; otherwise they are cut.
         stored: of the teachers whose targets are read or stored.
@@ -195,7 +373,8 @@ class DocumentAligner:
     def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> list[AlignedDocument]:
         """Tokenises and aligns documents, and cuts or splits them.
 
-        A document that fails for another reason than a DataError is left out, and says why (`bad`).
+        If there are teachers, a document that fails for another reason than a DataError is left out, and says why
+        (`bad`); otherwise its error is raised.
 
         Args:
             skip: rows of documents to leave out.
@@ -203,7 +382,7 @@ class DocumentAligner:
         Raises:
             DataError: a document that the user has to fix; names its row.
         """
-        attempts = [_Attempt(document) for document in documents]
+        attempts = [_Attempt(document, raises=not self._teachers) for document in documents]
         for attempt in attempts:
             if row_of(attempt.document) not in skip:
                 with attempt:
@@ -219,20 +398,33 @@ class DocumentAligner:
         return [self._aligned(attempt) for attempt in attempts]
 
     def _aligned(self, attempt: _Attempt) -> AlignedDocument:
-        pieces, names = None, {}
+        """The document in pieces, or left out: if it has failed, or a store that should have the pieces does not."""
+        pieces, names, weights, stored = None, dict[int, bytes](), weights_of(attempt.document), self._stored
         if attempt.tokens is not None:
             names = attempt.tokens.names
             with attempt:
                 pieces = self._pieces(attempt.tokens)
-        return aligned(attempt.document, pieces, names, self._teachers, self._stored, attempt.bad)
+        is_stored = pieces is None or stored.have(pieces, names, weights)
+        is_kept = pieces is not None and is_stored
+        if pieces is None or not is_stored:
+            pieces = [DocumentPiece(NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT), {})]
+        made = [
+            AlignedPiece(
+                piece.encoded,
+                {i: piece.alignments.get(i, LEFT_OUT) for i in self._teachers},
+                {i: ref_and_tokens(piece, i, names)[0] if asked(weights, i) else NOTHING for i in stored.teachers},
+            )
+            for piece in pieces
+        ]
+        return AlignedDocument(row_of(attempt.document), made, weights, is_kept, is_stored, attempt.bad)
 
     def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[DocumentPiece], dict[int, bytes]]:
-        """The pieces of one document, and its names for the teachers; no pieces for one that fails.
+        """The pieces of one document, and its names for the teachers; no pieces for one that fails (`align`).
 
         Raises:
             DataError: a document that the user has to fix.
         """
-        with _Attempt(document):
+        with _Attempt(document, raises=not self._teachers):
             tokens = self.tokenize(document)
             return self._pieces(tokens), tokens.names
         return [], {}
@@ -364,6 +556,8 @@ class _Attempt:
     """
 
     document: Mapping[str, Any]
+    raises: bool
+    """Whether all errors pass."""
     tokens: TokenizedDocument | None = None
     """After step 1; None if the document is left out."""
     bad: BadRow | None = None
@@ -371,7 +565,7 @@ class _Attempt:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, DataError | MemoryError):
+        if self.raises or not isinstance(error, Exception) or isinstance(error, DataError | MemoryError):
             return False
         self.bad = BadRow(row_of(self.document), f"{type(error).__name__}: {error}")
         return True

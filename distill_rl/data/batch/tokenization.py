@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from distill_rl.align.chats import CharSpan, content_spans
-from distill_rl.align.tokenizer import TextEncoder
+from distill_rl.align.vocabulary import TextEncoder
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import TemplateCoverage, render, render_document, roles_to_train_on
 from distill_rl.data.reading.layouts import template_options
@@ -331,11 +331,9 @@ def holding(spans: Sequence[CharSpan], offsets: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
-    """A document of these ids; without a mask, all of its tokens are trained on."""
-    if mask is None:
-        mask = np.ones(len(ids), dtype=bool)
-    return Encoded(np.asarray(ids, dtype=np.int32), mask)
+def _encoded(ids: Sequence[int]) -> Encoded:
+    """A document of these ids, all of which are trained on."""
+    return Encoded(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
 
 
 NO_TOKENS = _encoded([])

@@ -15,18 +15,9 @@ from distill_rl.errors import DataError
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 """Role of a ShareGPT turn → role of a message. A `function_call` is an assistant's message with one tool call."""
 
@@ -34,21 +25,16 @@ MEDIA = frozenset({"image", "images", "image_url", "input_image", "audio", "audi
 """Keys and types of parts that hold something other than text."""
 
 Kind = Literal["text", "messages"]
+KINDS: dict[Kind, str] = {"text": "rows of text", "messages": "chats"}
+"""Kind of document → words for them."""
 Format = Literal["text", "messages", "sharegpt", "alpaca"]
 
 VARIABLES = "chat_template_kwargs"
 """Column of chats, and key of their documents, with further variables for the chat template; the name is TRL's."""
 _RESERVED = frozenset(
-    {
-        "messages",
-        "conversation",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-    }
-    | {"return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding", "truncation"}
+    {"messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+    | {"padding", "truncation"}
 )
 _OPTIONAL: dict[Format, tuple[str, ...]] = {
     "text": (),
@@ -116,6 +102,7 @@ class RowLayout:
         Raises:
             DataError: one is missing or there twice, or the chats come with images, audio or video.
         """
+        given = f"the columns {list(available)}"
         for key in self.required:
             if key not in available:
                 raise no_column(name, key, available, self.format)
@@ -125,13 +112,11 @@ class RowLayout:
                 close = difflib.get_close_matches(key, available, n=1, cutoff=0.5)
                 remedy = f"did you mean {close[0]!r}?" if close else ""
                 rule = f"a column of the data, which {self.routing.named_by(key)} names"
-                raise DataError(f"{name}: column {key!r}", rule, f"the columns {list(available)}", remedy)
+                raise DataError(f"{name}: column {key!r}", rule, given, remedy)
         media = sorted(MEDIA & set(available)) if self.kind == "messages" else []
         if media:
             remedy = "remove the column if the chats make sense without it"
-            raise DataError(
-                f"{name}: column {media[0]!r}", "chats are text only", f"the columns {list(available)}", remedy
-            )
+            raise DataError(f"{name}: column {media[0]!r}", "chats are text only", given, remedy)
         found = [*self.required, *self.chosen_by, *(key for key in self.optional if key in available)]
         if twice := [key for key in found if list(available).count(key) > 1]:
             rule, remedy = "a column that is read is there once", "rename the one to read, or drop the others"
@@ -163,16 +148,7 @@ class RowLayout:
         for media in sorted(MEDIA & row.keys()):
             if row[media]:
                 raise DataError(at(media), "chats are text only", media, "leave such rows out")
-        checked = check_value(messages, "messages", at(self.key))
-        return {"messages": checked, **self._others(row, at), **self._weights(row, at)}
-
-    def check(self, row: Mapping[str, Any], at: Callable[[str], str]) -> None:
-        """Checks a row as `document` does; without the main column, only its other columns are checked."""
-        if self.key in row:
-            self.document(row, at)
-        else:
-            self._others(row, at)
-            self._weights(row, at)
+        return {"messages": check_messages(messages, at(self.key)), **self._others(row, at), **self._weights(row, at)}
 
     def _weights(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
         return {} if self.routing is None else {WEIGHTS: self.routing.weights(row, at)}
@@ -230,17 +206,19 @@ def no_column(name: str, key: str, columns: Sequence[str], kind: Format) -> Data
     remedy = {"messages": "set data.messages_key", "text": "set data.text_key"}.get(kind, "set data.format")
     close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
     pairs = [pair for pair in _QUESTION_AND_ANSWER if set(pair) <= set(columns)]
-    if kind != "sharegpt" and "conversations" in columns:
-        remedy = "set data.format=sharegpt, or data.messages_key=conversations if its turns have a role and a content"
-    elif kind != "alpaca" and {"instruction", "output"} <= set(columns):
-        remedy = "set data.format=alpaca"
-    elif kind != "messages" and "messages" in columns:
-        remedy = "set data.format=messages"
-    elif kind != "text" and "text" in columns:
-        remedy = "set data.format=text"
+    formats: dict[str, set[str]] = {
+        "sharegpt": {"conversations"},
+        "alpaca": {"instruction", "output"},
+        "messages": {"messages"},
+        "text": {"text"},
+    }
+    other = next((name for name, keys in formats.items() if name != kind and keys <= set(columns)), "")
+    if other:
+        also = ", or data.messages_key=conversations if its turns have a role and a content"
+        remedy = f"set data.format={other}{also if other == 'sharegpt' else ''}"
     elif pairs and key in _DEFAULT_KEYS:
-        renamed = zip(pairs[0], ("instruction", "output"))
-        changes = " and ".join(f"{old!r} to {new!r}" for old, new in renamed if old != new)
+        names = {pairs[0][0]: "instruction", pairs[0][1]: "output"}
+        changes = " and ".join(f"{old!r} to {new!r}" for old, new in names.items() if old != new)
         remedy = f"rename {changes}, and set data.format=alpaca"
         if pairs[0] == _PROMPT_COMPLETION:
             joined = " + ".join(f"row[{column!r}]" for column in pairs[0])
@@ -286,10 +264,10 @@ def _variables(value: Any, what: str) -> dict[str, Any]:
     return dict(value)
 
 
-def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
-    """Checks one value, and returns it: the text, or the messages as a new list with all of their keys.
+def check_messages(value: Any, what: str) -> list[dict[str, Any]]:
+    """Checks the messages of a chat, and returns them as a new list with all of their keys.
 
-    Messages may also be given as the JSON text of their list. A key of a message whose value is null is dropped, so that
+    They may also be given as the JSON text of their list. A key of a message whose value is null is dropped, so that
     a template sees it as absent. Only a null content stays, which some templates test for; it needs another key beside
     it, such as tool calls. Nulls inside of the values stay.
 
@@ -297,15 +275,19 @@ def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any
         what: file, row and column, for error messages.
 
     Raises:
-        DataError: not text; not a non-empty list of messages; not valid Unicode; images, audio or video.
+        DataError: not a non-empty list of messages; not valid Unicode; images, audio or video.
     """
-    if kind == "text":
-        return check_text(value, what)
-    value = parse_json(value, what) if isinstance(value, str) else value
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
-        raise DataError(what, "a list of at least one message {role, content}", found)
-    return [_check_message(message, f"{what}, message {i}") for i, message in enumerate(value)]
+    messages = _items(value, what, "message {role, content}")
+    return [_check_message(message, f"{what}, message {i}") for i, message in enumerate(messages)]
+
+
+def _items(value: Any, what: str, item: str) -> list[Any]:
+    """The items of a list, which may be given as its JSON text. Raises DataError for anything else, and for no items."""
+    items = parse_json(value, what) if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        found = "an empty list" if items == [] else type(items).__name__
+        raise DataError(what, f"a list of at least one {item}", found)
+    return items
 
 
 def _check_message(message: Any, what: str) -> dict[str, Any]:
@@ -397,12 +379,8 @@ def from_sharegpt(value: Any, system: Any, what: str) -> list[dict[str, Any]]:
     Raises:
         DataError: not a non-empty list of such turns; an unknown role.
     """
-    turns = parse_json(value, what) if isinstance(value, str) else value
-    if not isinstance(turns, list) or not turns:
-        found = "an empty list" if turns == [] else type(turns).__name__
-        raise DataError(what, "a list of at least one turn {from, value}", found)
     messages = [{"role": "system", "content": system}] if system else []
-    for i, turn in enumerate(turns):
+    for i, turn in enumerate(_items(value, what, "turn {from, value}")):
         where = f"{what}, turn {i}"
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
             found = f"the keys {sorted(turn)}" if isinstance(turn, Mapping) else type(turn).__name__
@@ -446,16 +424,16 @@ def from_alpaca(row: Mapping[str, Any], at: Callable[[str], str]) -> list[dict[s
     instruction, output = (check_text(row[key], at(key)) for key in ("instruction", "output"))
     given = check_text(row.get("input") or "", at("input"))
     messages = [{"role": "system", "content": check_text(row["system"], at("system"))}] if row.get("system") else []
-    history = row.get("history") or []
+    history, rule = row.get("history") or [], "a list of pairs [instruction, output]"
     if isinstance(history, str):
-        history = parse_json(history, at("history"), "a list of pairs [instruction, output]")
+        history = parse_json(history, at("history"), rule)
     if not isinstance(history, list):
-        raise DataError(at("history"), "a list of pairs [instruction, output]", type(history).__name__)
+        raise DataError(at("history"), rule, type(history).__name__)
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError(at("history"), "a list of pairs [instruction, output]", str(pair)[:40])
-        for role, text in zip(("user", "assistant"), pair):
-            messages.append({"role": role, "content": check_text(text, at("history"))})
+            raise DataError(at("history"), rule, str(pair)[:40])
+        question, answer = (check_text(text, at("history")) for text in pair)
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
     messages.append({"role": "assistant", "content": output})
     return messages

@@ -113,8 +113,6 @@ def first_columns(path: Path, sample_by: SampleBy, *, strict: bool = True) -> li
         try:
             found |= dict.fromkeys(parse())
         except DataError as error:
-            if strict:
-                raise
             problem = problem or error
     if not found and problem is not None:
         raise problem

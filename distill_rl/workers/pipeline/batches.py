@@ -9,8 +9,7 @@ from typing import Any
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import StoredTargets
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models.files.hub import stops_of, tokenizer_of
 from distill_rl.store.store import Store

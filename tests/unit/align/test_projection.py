@@ -24,8 +24,7 @@ from distill_rl.align.projection import (
     load_projection,
     save_projection,
 )
-from distill_rl.align.tokenizer import byte_of_letter
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.vocabulary import Vocabulary, byte_of_letter
 from tests.helpers.align import DATA, FAMILIES, family, real, real_vocabulary
 from tests.helpers.tokenizers import tiny_tokenizer
 

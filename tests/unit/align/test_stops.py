@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 from distill_rl.align import TokenAligner, Vocabulary
 from distill_rl.align.chats import Chat
 from distill_rl.align.projection import HEADER, build_projection, cached_projection, load_projection
-from distill_rl.align.tokenizer import TextEncoder
 from distill_rl.align.verify import endings
-from distill_rl.align.vocabulary import common_vocabulary, read_vocabulary
+from distill_rl.align.vocabulary import TextEncoder, common_vocabulary, read_vocabulary
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
 SIZES = {"student_columns": 320, "teacher_columns": 330}

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import Vocabulary, common_vocabulary
-from distill_rl.align.tokenizer import byte_of_letter
+from distill_rl.align.vocabulary import byte_of_letter
 from tests.helpers.align import DATA, FAMILIES, REAL, REAL_LOSSY, SPECIALS, family, real, real_vocabulary, slow_table
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")

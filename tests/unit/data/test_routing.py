@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import Config, DataConfig, TeacherConfig
-from distill_rl.data.mixture import MixedSource, Mixture
 from distill_rl.data.reading import files
 from distill_rl.data.reading.cache import Cache
+from distill_rl.data.reading.source import MixedSource, Mixture
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.data.routing import WEIGHTS, Routing, plain_value
 from distill_rl.errors import DataError

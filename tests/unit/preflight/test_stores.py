@@ -13,7 +13,7 @@ from unicodedata import normalize
 
 import pytest
 
-from distill_rl.data.batch.pieces import STUDENT, splitter_of
+from distill_rl.data.batch.document_aligner import STUDENT, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.reading import files
 from distill_rl.models.files.facts import fingerprint_model

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.data.order import permutation
-from distill_rl.data.reading import block_rows, files, source
+from distill_rl.data.order import random_order
+from distill_rl.data.reading import files, source
 from distill_rl.errors import CheckpointError
 from distill_rl.run.checkpoints import store as checkpoints
 from distill_rl.run.job import prepare
@@ -91,15 +91,15 @@ def test_a_checkpoint_of_the_former_order_goes_on_in_it(material, monkeypatch):
     former = fingerprints(material, "data.jsonl")
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
     monkeypatch.setattr(source, "WINDOW_BYTES", 1)
-    monkeypatch.setattr(block_rows, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 256)
     config = load_config(material / "run.yaml")
     job = prepare(open_rows(config), RunPaths(material / "runs" / "mine"))
     assert job.fingerprints["order of the data"] == "run.seed=0, shuffled blocks, version 1"
     rows = len(job.train)
-    assert [job.order(i) for i in range(rows)] != permutation(0, 0, rows).tolist()
+    assert [job.order(i) for i in range(rows)] != random_order(0, (0, 0), rows).tolist()
     resumed = job.going_on(former)
     assert resumed.fingerprints == former
-    assert [resumed.order(i) for i in range(rows)] == permutation(0, 0, rows).tolist()
+    assert [resumed.order(i) for i in range(rows)] == random_order(0, (0, 0), rows).tolist()
     assert job.going_on(job.fingerprints) is job
     assert job.going_on({}) is job
     with pytest.raises(CheckpointError, match="order of the data"):

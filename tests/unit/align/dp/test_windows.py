@@ -8,7 +8,7 @@ import pytest
 from distill_rl.align import TokenAligner
 from distill_rl.align.dp import windows
 from distill_rl.align.dp.problem import CanonicalTables, make_problems
-from distill_rl.align.dp.windows import BACKENDS, align_windows, load_backend
+from distill_rl.align.dp.windows import BACKENDS, WindowSolver, align_windows, load_backend
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 from tests.helpers.windows import STUDENT, TEACHER, align_window, check_chunks, random_windows, same, vocabulary
@@ -102,12 +102,13 @@ def test_hash_collision_makes_no_chunk() -> None:
         word += word.translate({ord("a"): "b", ord("b"): "a"})
     other = word.translate({ord("a"): "b", ord("b"): "a"})
     half = len(word) // 2
-    tables = CanonicalTables(vocabulary(["x", word[:half], word[half:], "y"]), vocabulary(["x", other, "y"]))
-    rows, columns = tables.look_up(np.arange(4), np.arange(3))
+    sides = vocabulary(["x", word[:half], word[half:], "y"]), vocabulary(["x", other, "y"])
+    rows, columns = CanonicalTables(*sides).look_up(np.arange(4), np.arange(3))
     (problem,) = make_problems(columns, rows, 64)
     assert problem.row_joins[1, 0] == problem.column_joins[2, 1] != 0
     for backend in CPU:
-        result = align_window(np.arange(4), np.arange(3), tables, backend=backend)
+        solve = WindowSolver(*sides, fast_ids=True, backend=backend, band=64)
+        result = solve(np.arange(4), np.arange(3))
         assert [side.tolist() for side in result] == [[0, -1, -1, 1], [0, -1, 1]]
 
 

@@ -12,8 +12,7 @@ from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import PieceLimits
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, PieceLimits
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows

@@ -15,8 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import StoredTargets
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization, name_of
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch, PieceRef, RankBatch
 from tests.helpers.corpus import corpus_rows

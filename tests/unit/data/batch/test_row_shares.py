@@ -8,8 +8,7 @@ import pytest
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import StoredTargets
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.routing import WEIGHTS
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch

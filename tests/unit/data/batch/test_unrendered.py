@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.data.batch.chat import TemplateCoverage, _message_changes
+from distill_rl.data.batch.chat import RenderedChat, TemplateCoverage
 from distill_rl.errors import DataError
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -41,13 +41,13 @@ def template(whole, alone, length):
 )
 def test_key_before_the_last_message_counts_by_either_text(whole, alone, written):
     chat = [{"role": "user", "content": "a", "name": "n"}, {"role": "assistant", "content": "b"}]
-    assert _message_changes(template(whole, alone, 2), chat, 0, "name", "text") is written
+    assert RenderedChat(template(whole, alone, 2), chat, "text").changes_with_key(0, "name") is written
 
 
 @pytest.mark.parametrize(("whole", "written"), [(True, True), (None, True), (False, False)])
 def test_key_of_the_last_message_counts_by_the_whole_text(whole, written):
     chat = [{"role": "user", "content": "a", "name": "n"}]
-    assert _message_changes(template(whole, None, 1), chat, 0, "name", "text") is written
+    assert RenderedChat(template(whole, None, 1), chat, "text").changes_with_key(0, "name") is written
 
 
 NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"

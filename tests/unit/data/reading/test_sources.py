@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import DataConfig, ValidationConfig
-from distill_rl.data.reading import files, locate
+from distill_rl.data.reading import files, sources
 from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.sources import HubError, is_hub_name, open_source, split_validation
 from distill_rl.errors import DataError
@@ -351,7 +351,7 @@ class TestBadRows:
     @pytest.mark.parametrize("check_bytes", [0, 1 << 20])
     def test_invalid_utf8_in_columns(self, tmp_path, monkeypatch, suffix, check_bytes):
         """Columns too large to check on opening are checked row by row when read."""
-        monkeypatch.setattr(locate, "CHECK_BYTES", check_bytes)
+        monkeypatch.setattr(sources, "CHECK_BYTES", check_bytes)
         values = pa.array([b"fine", b"\xc3\xa9", b"ab\xff"]).cast(pa.binary())
         broken = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
         path = write_column(tmp_path / f"c.{suffix}", broken)
@@ -447,14 +447,6 @@ class TestBadMessages:
             write_column(path, [chat], name="messages")
         assert "row 0" in problem(path)
 
-    def test_null_in_a_sliced_batch_is_named_by_its_row(self):
-        """Batches of a large file are slices; the row number must count from the start of the file."""
-        from distill_rl.data.reading.arrow_rows import check_column
-
-        chats = pa.array([GOOD] * 10 + [[*GOOD, {"role": "user", "content": None}]])
-        with pytest.raises(DataError, match="row 110, message 2, content"):
-            check_column(chats.slice(4), "messages", "x", first_row=104)
-
 
 def test_numpy_rows_are_accepted(tmp_path):
     source = open_source(config(write_corpus(tmp_path / "c.jsonl", rows=4)))
@@ -531,7 +523,7 @@ class TestChats:
 @pytest.mark.parametrize("bad_rows", ["fail", "skip"])
 def test_column_of_another_type_is_refused_when_opened(tmp_path, monkeypatch, check_bytes, bad_rows):
     """In an Arrow folder of any size, whether or not its rows are checked then."""
-    monkeypatch.setattr(locate, "CHECK_BYTES", check_bytes)
+    monkeypatch.setattr(sources, "CHECK_BYTES", check_bytes)
     datasets.Dataset.from_dict({"text": [1, 2, 3]}).save_to_disk(str(tmp_path / "set"))
     with pytest.raises(DataError, match="column 'text'"):
         open_source(config(tmp_path / "set", bad_rows=bad_rows))
@@ -553,7 +545,7 @@ class TestColumns:
     @pytest.fixture(autouse=True)
     def size(self, monkeypatch, small):
         monkeypatch.setattr(files, "SMALL_BYTES", small)
-        monkeypatch.setattr(locate, "CHECK_BYTES", small - 1)
+        monkeypatch.setattr(sources, "CHECK_BYTES", small - 1)
 
     def test_one_that_is_there_twice_is_named(self, tmp_path, suffix):
         names = ["text", "text", "id", "id"]

@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.config.schema import DataConfig, SourceConfig, ValidationConfig
 from distill_rl.data.loader import Loader
-from distill_rl.data.mixture import MixedSource, Mixture, MixtureSchedule
+from distill_rl.data.reading.source import MixedSource, Mixture, MixtureSchedule
 from distill_rl.data.reading.sources import names_of, open_source, split_validation
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState

@@ -18,9 +18,9 @@ import pytest
 from distill_rl.config.schema import DataConfig, ValidationConfig
 from distill_rl.data import order
 from distill_rl.data.loader import Loader
-from distill_rl.data.reading import block_rows, files, records, source
-from distill_rl.data.reading.block_rows import BlockStore, LineIndex
+from distill_rl.data.reading import files, records, source
 from distill_rl.data.reading.cache import Cache
+from distill_rl.data.reading.files import BlockStore, LineIndex
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import TrainState
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[4]
 def tiny_blocks(monkeypatch):
     """Everything is large: blocks of 256 bytes, windows of 2 KiB."""
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
-    monkeypatch.setattr(block_rows, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 256)
     monkeypatch.setattr(source, "WINDOW_BYTES", 2048)
 
 
@@ -76,7 +76,7 @@ def test_memory_holds_the_blocks_of_one_window(tmp_path):
     order_of = opened.order(0)
     for i in range(300):
         opened[order_of(i)]
-        assert len(opened._store._blocks) <= 12  # 45 in all, of more than 200 bytes
+        assert len(opened.store._blocks) <= 12  # 45 in all, of more than 200 bytes
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
