@@ -13,7 +13,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import open_console, status
 from distill_rl.preflight import gather
-from distill_rl.scaling.model import CARDS, Cluster
+from distill_rl.scaling.model import MEMORY, Cluster
 from distill_rl.scaling.splits import Prediction, rank
 
 SHOWN = 8
@@ -43,7 +43,7 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
     cluster = Cluster(gpus, card, gpus_per_node)
     found = rank(config, facts, cluster)
     if not found:
-        rule = f"must fit into {CARDS[card].memory / 1e9:.0f} GB of a GPU in some split, with whole micro-batches"
+        rule = f"must fit into {MEMORY[card] / 1e9:.0f} GB of a GPU in some split, with whole micro-batches"
         remedy = "use more GPUs, activation_checkpointing, a quantised teacher, or another train.global_batch_size"
         raise ConfigError(f"the models of {path}", rule, f"{gpus} GPUs", remedy)
     _print(config, facts, cluster, found)

@@ -113,7 +113,7 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     for suite, rows in evaluation.by_suite().items():
         compared[suite] = []
         base_row = next((row for row in rows if row.model == reference), None)
-        base = base_row and _item_scores(base_row, notes, problems)
+        base = None if base_row is None else _item_scores(base_row, notes, problems)
         if base_row is None:
             notes.append(f"{suite}: {reference} has no result, so there is nothing to compare with")
         notes += _different_settings(suite, rows)

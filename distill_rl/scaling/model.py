@@ -12,6 +12,9 @@ from distill_rl.scaling.shape import NOMINAL, Shape
 
 # GPUs, and what connects them.
 
+MEMORY = {"h100": 80e9, "h200": 141e9}
+"""Bytes of a card's memory, by the names of `CARDS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -105,18 +108,14 @@ class Card:
     nominal: float | None
     """the data sheet's dense bf16 FLOP/s"""
     source: str
-    memory: float
-    """bytes"""
     attention: tuple[float, float] = (0.45, 0.35)
     """share of `matmul` that causal attention reaches at 2,048 positions, forward and backward; an assumption, from
     published figures of FlashAttention-2 and cuDNN on Hopper"""
 
 
 CARDS = {
-    "h200": Card("H200", 4.3e12, 790e12, NOMINAL["H200"], "measured: copy bandwidth, large matrix product", 141e9),
-    "h100": Card(
-        "H100 SXM", 3.0e12, 790e12, NOMINAL["H100"], "scaled from H200 by the data sheets (3.35 of 4.8 TB/s)", 80e9
-    ),
+    "h200": Card("H200", 4.3e12, 790e12, NOMINAL["H200"], "measured: copy bandwidth, large matrix product"),
+    "h100": Card("H100 SXM", 3.0e12, 790e12, NOMINAL["H100"], "scaled from H200 by the data sheets (3.35 of 4.8 TB/s)"),
 }
 
 

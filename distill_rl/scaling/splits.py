@@ -212,7 +212,7 @@ def _memory(config: Config, facts: Facts, split: Split, cluster: costs.Cluster) 
     )
     estimated = {worker.worker: worker.total for worker in sizes(divided, replace(facts, gpus=cluster.per_node)).memory}
     student, teacher = estimated["student"], estimated[of_teacher.name]
-    return (student + teacher if split.shared else max(student, teacher)) / cluster.rates.memory
+    return (student + teacher if split.shared else max(student, teacher)) / costs.MEMORY[cluster.card]
 
 
 # Settings of a run on many GPUs that are predicted to cost speed, for `distill-rl check`.
