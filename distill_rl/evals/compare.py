@@ -51,15 +51,15 @@ def find(paths: Sequence[Path]) -> Evaluation:
     Raises:
         ConfigError: paths without a result; all of them are listed.
     """
-    groups = [_model_folders(path) for path in paths]
-    problems = [_no_results(path) for path, folders in zip(paths, groups) if not folders]
+    found = [(path, _model_folders(path)) for path in paths]
+    problems = [_no_results(path) for path, folders in found if not folders]
     if problems:
         raise ConfigError.many(problems)
-    names = _labels(list(dict.fromkeys(folder for group in groups for folder in group)))
+    names = _labels(list(dict.fromkeys(folder for _, folders in found for folder in folders)))
     unread = dict(names)
     scores: list[Score] = []
-    for group in groups:
-        group_scores, damaged = read_folders({folder: unread.pop(folder) for folder in group if folder in unread})
+    for _, folders in found:
+        group_scores, damaged = read_folders({folder: unread.pop(folder) for folder in folders if folder in unread})
         scores += group_scores
         problems += damaged
     notes = [note for folder, name in names.items() for note in _unfinished(folder, name)]
@@ -102,9 +102,8 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     if baseline is not None and printable(baseline) not in models:
         if not models:
             remedy = "leave it out, or evaluate first (evaluate.suites, or distill-rl eval)"
-            raise ConfigError(
-                "--baseline", "names an evaluated model, and there are no results of suites", baseline, remedy
-            )
+            rule = "names an evaluated model, and there are no results of suites"
+            raise ConfigError("--baseline", rule, baseline, remedy)
         raise ConfigError("--baseline", f"must be a model among {', '.join(models)}", baseline)
     if len(models) < 2:
         return evaluation
@@ -114,11 +113,9 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     for suite, rows in evaluation.by_suite().items():
         compared[suite] = []
         base_row = next((row for row in rows if row.model == reference), None)
-        base = None
+        base = None if base_row is None else _item_scores(base_row, notes, problems)
         if base_row is None:
             notes.append(f"{suite}: {reference} has no result, so there is nothing to compare with")
-        else:
-            base = _item_scores(base_row, notes, problems)
         notes += _different_settings(suite, rows)
         for row in rows:
             if base is not None and row.model != reference:

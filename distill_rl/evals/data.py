@@ -119,11 +119,10 @@ def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None
             if any(name in columns for name in names):
                 rule = f"must have no column with {kind}, which belongs to the data of another suite"
                 problems.append(str(DataError(str(file), rule, listed)))
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more files with wrong columns"]
     if problems:
-        shown = problems[:MAX_PROBLEMS]
-        if len(problems) > MAX_PROBLEMS:
-            shown.append(f"and {len(problems) - MAX_PROBLEMS} more files with wrong columns")
-        raise DataError.many(shown)
+        raise DataError.many(problems)
 
 
 def first_value(row: Row, names: Sequence[str]) -> Any:
@@ -169,22 +168,6 @@ def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) ->
     """
     digests = sorted(_digest(texts, exact=exact) for texts in contents)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-class ContentIds:
-    """Makes row ids from content, so that they do not depend on file format and row order."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def __call__(self, *texts: str) -> str:
-        """The id of the next row: 12 hexadecimal digits made from its texts; repeated rows get the suffixes -2, -3, …
-
-        White space counts as in `content_sha256` without `exact`.
-        """
-        row_id = _digest(texts)[:12]
-        self._seen[row_id] += 1
-        return row_id if self._seen[row_id] == 1 else f"{row_id}-{self._seen[row_id]}"
 
 
 def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
@@ -365,16 +348,11 @@ def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
     if data.is_file():
         if split == "test":
             return [data]
-        files = _other_split(data, split)
-        searched = [data.parent]
+        files, searched = _other_split(data, split), [data.parent]
     else:
         roots = list(_roots(data, names))
-        searched = roots or [data]
-        for root in roots:
-            if files := _in_root(root, names, split, may_hold_others=root == data):
-                break
-        else:
-            files = _lone(data, names, split)
+        found = (_in_root(root, names, split, may_hold_others=root == data) for root in roots)
+        files, searched = next(filter(None, found), None) or _lone(data, names, split), roots or [data]
     if not files:
         listed = ", ".join(map(str, searched[:3]))
         if len(searched) > 3:
@@ -511,11 +489,11 @@ class PublishedSplit:
     name: str
     count: int
     content_sha256: str
-    """As computed by `read.content_sha256`."""
+    """As computed by `content_sha256`."""
 
     def warnings(self, count: int, content_sha256: str) -> tuple[str, ...]:
         """Compares rows as read with the published split; returns one line if their count or else their content
-        differs, otherwise an empty tuple. `content_sha256` is computed by `read.content_sha256`."""
+        differs, otherwise an empty tuple. `content_sha256` is computed by `content_sha256`."""
         if count != self.count:
             return (f"{self.name}: {count} rows, the published data have {self.count}",)
         if content_sha256 != self.content_sha256:
@@ -534,27 +512,26 @@ def make_questions(
     """The questions of a split in the order of its rows, with ids and a hash of their content, and with the differences
     from the published split as warnings.
 
+    The ids are made from content, so that they do not depend on file format and row order: 12 hexadecimal digits, and for
+    repeated rows the suffixes -2, -3, …
+
     Args:
         content_of: row → the texts that identify it, from which ids and hash are made.
         make_item: (id, row) → item.
         files: those that were read.
     """
-    contents = [content_of(row) for row in rows]
-    content, ids = content_sha256(contents), ContentIds()
-    items = tuple(make_item(ids(*texts), row) for texts, row in zip(contents, rows))
-    return Questions(items, tuple(files), content, published.warnings(len(items), content))
+    items: list[Item] = []
+    count: Counter[str] = Counter()
+    for row in rows:
+        row_id = _digest(content_of(row))[:12]
+        count[row_id] += 1
+        items.append(make_item(row_id if count[row_id] == 1 else f"{row_id}-{count[row_id]}", row))
+    content = content_sha256(map(content_of, rows))
+    return Questions(tuple(items), tuple(files), content, published.warnings(len(items), content))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkedExample:
-    """A worked example."""
-
-    question: str
-    answer: str
-
-
-def first_examples(name: str, count: int) -> list[WorkedExample]:
-    """The first `count` worked examples of a paper, from the JSON file `name` in the folder `fewshot`, which cites the
+def first_examples(name: str, count: int) -> list[tuple[str, str]]:
+    """The first `count` worked examples of a paper, each a question and its answer, from the JSON file `name` in the folder `fewshot`, which cites the
     paper.
 
     Raises:
@@ -565,4 +542,4 @@ def first_examples(name: str, count: int) -> list[WorkedExample]:
     if not 0 <= count <= len(examples):
         rule = f"must be 0 to {len(examples)}, the worked examples of its paper"
         raise DataError(f"num_fewshot of {name}", rule, count)
-    return [WorkedExample(**example) for example in examples[:count]]
+    return [(example["question"], example["answer"]) for example in examples[:count]]

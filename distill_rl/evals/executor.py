@@ -47,14 +47,12 @@ class Executor(Protocol):
             ConfigError: an unknown backend, or a folder that it cannot load.
             GpuMemoryError: a GPU has too little memory.
         """
-        ...
 
     def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         """Runs items on the loaded model, lazily, while the caller iterates.
 
         Yields lists of (index into `items`, output), as they finish: every item exactly once, in any order.
         """
-        ...
 
 
 class LocalExecutor:
@@ -63,16 +61,43 @@ class LocalExecutor:
     A backend is reused while name and settings stay the same; it decides itself what it can keep between two models
     (vllm keeps its running engine).
 
+    One copy of a model may be on several ranks. Every rank then has an executor, and all of them must make the same calls
+    in the same order. Either their callers see to that, or the first rank leads (`lead`) and the others `follow`: only
+    the first one has suites, grading, results and progress, and it sends every call that runs the model to the others.
+
     Args:
-        world: the ranks over which the backend hf splits models. Every rank has an executor, and all of them must make
-            the same calls. None: models are whole.
+        world: the ranks over which the backend hf splits models. None: models are whole.
     """
 
     def __init__(self, world: World | None = None) -> None:
         self.device = ""
         self._world = world
+        self._leads = False
         self._backend: Backend | None = None
         self._loaded: tuple[BackendName, Settings] | None = None
+
+    def lead(self) -> LocalExecutor:
+        """Makes the other ranks, which must be in `follow`, make all calls of this one until `close`; returns this executor."""
+        self._leads = True
+        return self
+
+    def follow(self) -> None:
+        """Makes the calls of the first rank, which leads, until it closes its executor; then frees the model.
+
+        Raises:
+            DistillError: as the call that failed.
+            RuntimeError: the first rank has died, or has sent nothing for as long as the process group waits.
+        """
+        try:
+            while (message := self._broadcast()) is not None:
+                call, *arguments = message
+                if call == "load":
+                    self.load(*arguments)
+                else:
+                    for _ in self.outputs(*arguments):
+                        pass
+        finally:
+            self.close()
 
     @gpu_phase("evaluation")
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
@@ -85,16 +110,18 @@ class LocalExecutor:
             ConfigError: an unknown backend, one that is not installed, or a folder that it cannot load.
             GpuMemoryError: the GPU has too little memory.
         """
-        if self._backend is None or self._loaded != (backend, settings):
-            self.close()
-            self._backend = open_backend(folder, backend, settings, self._world)
-            self._loaded = (backend, settings)
-        else:
-            try:
+        if self._leads:
+            self._broadcast(("load", folder, backend, settings))
+        try:
+            if self._backend is not None and self._loaded == (backend, settings):
                 self._backend.reload(folder)
-            except BaseException:
-                self.close()  # the old model is gone and the new one did not load
-                raise
+            else:
+                self._free()
+                self._backend = open_backend(folder, backend, settings, self._world)
+                self._loaded = (backend, settings)
+        except BaseException:
+            self._free()  # the old model is gone and the new one did not load
+            raise
         self.device = str(self._backend.device)
 
     def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
@@ -116,6 +143,8 @@ class LocalExecutor:
             GpuMemoryError: the chunk does not fit into the GPU's memory.
         """
         assert self._backend is not None
+        if self._leads:
+            self._broadcast(("outputs", task, items))
         with gpu_phase("evaluation"):
             if task.choose:
                 yield from self._backend.choose(items)
@@ -123,14 +152,27 @@ class LocalExecutor:
                 yield from self._backend.generate(items, max_new_tokens=task.max_new_tokens, stop=task.stop)
 
     def close(self) -> None:
-        """Closes the backend, which frees its model's memory; does nothing if none is open. `load` may be called
-        again."""
+        """Closes the backend, which frees its model's memory; does nothing if none is open. The other ranks return from
+        `follow`. `load` may be called again."""
+        self._free()
+        if self._leads:
+            self._leads = False
+            self._broadcast(None)
+
+    def _free(self) -> None:
         if self._backend is not None:
             self._backend.close()
         self._backend = self._loaded = None
 
+    def _broadcast(self, message: object = None) -> Any:
+        """`broadcast_from_first`. It needs torch, which what imports this module does without until a model is split."""
+        from distill_rl.parallel.mesh import broadcast_from_first
 
-def open_backend(folder: Path, name: BackendName, settings: Settings, world: World | None = None) -> Backend:
+        assert self._world is not None
+        return broadcast_from_first(self._world, message)
+
+
+def open_backend(folder: Path, name: BackendName, settings: Settings, world: World | None) -> Backend:
     """Opens the backend of that name with the model of `folder` loaded; its library is imported only then.
 
     Args:
@@ -162,18 +204,13 @@ def chunks(items: Sequence[Item], task: SuiteTask, backend: BackendName, batch_s
        vllm finds shared prefixes itself, so for it the groups are joined and cut into chunks of VLLM_CHUNK;
        `batch_size` is ignored.
     """
-    if backend == "vllm":
-        size = VLLM_CHUNK
-    elif task.choose:
-        size = batch_size * BATCHES_PER_CHUNK
-    else:
-        size = batch_size
     groups: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(item.prefix, []).append(index)
     ordered = [sorted(group, key=lambda index: -_num_characters(items[index])) for group in groups.values()]
+    size = batch_size * BATCHES_PER_CHUNK if task.choose else batch_size
     if backend == "vllm":
-        ordered = [[index for group in ordered for index in group]]
+        size, ordered = VLLM_CHUNK, [[index for group in ordered for index in group]]
     return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
 
 
@@ -182,69 +219,3 @@ def _num_characters(item: Item) -> int:
     if isinstance(item.prompt, str):
         return len(item.prompt)
     return sum(len(message["content"]) for message in item.prompt)
-
-
-# One copy of a model on several ranks: the first rank decides what is run, and the others follow.
-#
-# Only the first rank has suites, grading, results and progress. It sends every call that runs the model to the others,
-# because all ranks must make the same calls in the same order.
-
-
-class LeadingExecutor:
-    """The executor of the first rank. The other ranks must be in `follow` until `close`.
-
-    Args:
-        local: runs this rank's part of the model.
-        world: the ranks of the model.
-    """
-
-    def __init__(self, local: LocalExecutor, world: World):
-        self.device = ""
-        self._local, self._world = local, world
-        self._loaded: tuple[BackendName, int] | None = None
-
-    def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
-        """Loads every rank's part of the model in `folder`, as `LocalExecutor.load`, and sets `device`."""
-        _broadcast(self._world, ("load", folder, backend, settings))
-        self._local.load(folder, backend, settings)
-        self._loaded = backend, settings.batch_size
-        self.device = self._local.device
-
-    def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
-        """Runs items on all ranks, chunk by chunk, as `LocalExecutor.run`."""
-        assert self._loaded is not None
-        for chunk in chunks(items, task, *self._loaded):
-            part = [items[index] for index in chunk]
-            _broadcast(self._world, ("outputs", task, part))
-            yield [(chunk[i], output) for i, output in self._local.outputs(task, part)]
-
-    def close(self) -> None:
-        """Frees this rank's part of the model, and makes the other ranks return from `follow`."""
-        self._local.close()
-        _broadcast(self._world, None)
-
-
-def follow(local: LocalExecutor, world: World) -> None:
-    """Makes the calls of the first rank's `LeadingExecutor` on this rank until that is closed; then frees the model.
-
-    Raises:
-        DistillError: as the call that failed.
-        RuntimeError: the first rank has died, or has sent nothing for as long as the process group waits.
-    """
-    try:
-        while (message := _broadcast(world)) is not None:
-            call, *arguments = message
-            if call == "load":
-                local.load(*arguments)
-            else:
-                for _ in local.outputs(*arguments):
-                    pass
-    finally:
-        local.close()
-
-
-def _broadcast(world: World, message: object = None) -> Any:
-    """`broadcast_from_first`. It needs torch, which what imports this module does without until a model is split."""
-    from distill_rl.parallel.mesh import broadcast_from_first
-
-    return broadcast_from_first(world, message)

@@ -164,20 +164,18 @@ def chat_problem(chats: Sequence[str], what: str) -> str:
 
 
 def _require_valid_sizes(options: Options) -> None:
-    sizes = {
-        "limit": options.limit,
-        "batch_size": options.settings.batch_size,
-        "max_new_tokens": options.max_new_tokens,
-        "tp": options.settings.tensor_parallel,
-    }
-    problems = [
-        str(ConfigError(name, "must be 1 or more", size))
-        for name, size in sizes.items()
-        if size is not None and size < 1
-    ]
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        problems.append(str(ConfigError("num_fewshot", "must be 0 or more", options.num_fewshot)))
-    if problems:
+    sizes = (
+        ("limit", options.limit, 1),
+        ("batch_size", options.settings.batch_size, 1),
+        ("max_new_tokens", options.max_new_tokens, 1),
+        ("tp", options.settings.tensor_parallel, 1),
+        ("num_fewshot", options.num_fewshot, 0),
+    )
+    if problems := [
+        str(ConfigError(name, f"must be {least} or more", size))
+        for name, size, least in sizes
+        if size is not None and size < least
+    ]:
         raise ConfigError.many(problems)
 
 
@@ -185,11 +183,9 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
     """Returns an error line if a suite has no items or repeated ids (up to five are named); otherwise an empty list."""
     if not questions.items:
         return [str(DataError(f"suite {suite.name}", "must have at least one item", "none"))]
-    counts = Counter(item.id for item in questions.items)
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        return [str(DataError(f"suite {suite.name}", "ids must be unique", ", ".join(repeated[:5])))]
-    return []
+    repeated = [name for name, count in Counter(item.id for item in questions.items).items() if count > 1]
+    rule = "ids must be unique"
+    return [str(DataError(f"suite {suite.name}", rule, ", ".join(repeated[:5])))] if repeated else []
 
 
 def _draw(items: Sequence[Item], limit: int | None, seed: int) -> tuple[str, ...]:

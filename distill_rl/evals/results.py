@@ -192,22 +192,14 @@ def choice_row(item: Item, output: Output) -> Row:
     Beside the fields of every row it has `choice_logprobs`, rounded to six decimals, None where a value is not finite.
     An item that was too long to run, or without any finite value ("unparsable"), scores 0.
     """
-    if output.too_long:
-        return _row(item, output, "too_long", 0.0, None) | {"run_tokens": output.run_tokens, "choice_logprobs": []}
-    logprobs = [value if math.isfinite(value) else None for value in output.logprobs]
-    highest = max((value for value in logprobs if value is not None), default=None)
-    if highest is None:  # a broken model: every log-likelihood is NaN or infinite
-        return _row(item, output, "unparsable", 0.0, None) | {
-            "run_tokens": output.run_tokens,
-            "choice_logprobs": logprobs,
-        }
-    letter = item.choices[logprobs.index(highest)].strip()
-    right = letter == item.answer.strip()
-    row = _row(item, output, "right" if right else "wrong", float(right), letter)
-    return row | {
-        "run_tokens": output.run_tokens,
-        "choice_logprobs": [value if value is None else round(value, 6) for value in logprobs],
-    }
+    finite = {i: value for i, value in enumerate(output.logprobs) if math.isfinite(value)}
+    outcome, letter = "too_long" if output.too_long else "unparsable", None
+    if finite:
+        letter = item.choices[max(finite, key=lambda i: finite[i])].strip()
+        outcome = "right" if letter == item.answer.strip() else "wrong"
+    rounded = [round(finite[i], 6) if i in finite else None for i in range(len(output.logprobs))]
+    row = _row(item, output, outcome, float(outcome == "right"), letter)
+    return row | {"run_tokens": output.run_tokens, "choice_logprobs": rounded}
 
 
 def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
@@ -217,25 +209,20 @@ def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
     Args:
         graded: None if the prompt was too long and nothing was run.
     """
-    outcome, score, extracted = _outcome(output, graded)
-    row = _row(item, output, outcome, score, extracted)
-    if graded is not None and graded.detail:
-        row["detail"] = graded.detail
-    return row | {"completion": output.text}
-
-
-def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | None]:
-    """(outcome, score, extracted answer) of a completion; the outcome is one of OUTCOMES."""
+    verdict = None if graded is None else graded.verdict
     if graded is None:
-        return "too_long", 0.0, None
-    verdict = graded.verdict
-    if verdict is None:
-        return graded.outcome, 0.0, None
-    if verdict.score >= 1:
-        return "right", verdict.score, verdict.extracted
-    if output.truncated:
-        return "truncated", verdict.score, verdict.extracted
-    return ("wrong" if verdict.extracted is not None else "unparsable"), verdict.score, verdict.extracted
+        outcome = "too_long"
+    elif verdict is None:
+        outcome = graded.outcome
+    elif verdict.score >= 1:
+        outcome = "right"
+    elif output.truncated:
+        outcome = "truncated"
+    else:
+        outcome = "unparsable" if verdict.extracted is None else "wrong"
+    score, extracted = (0.0, None) if verdict is None else (verdict.score, verdict.extracted)
+    detail = {"detail": graded.detail} if graded is not None and graded.detail else {}
+    return _row(item, output, outcome, score, extracted) | detail | {"completion": output.text}
 
 
 def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:

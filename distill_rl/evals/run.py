@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,110 +32,6 @@ if TYPE_CHECKING:
 # Progress of an evaluation: a bar on a terminal, log lines elsewhere, or counts in a file for another process.
 
 
-class SuiteProgress:
-    """Progress of one suite on one model; this one shows nothing."""
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Receives newly graded rows, each of which must be passed once; does nothing with them here."""
-
-
-class EvalProgress:
-    """Receives the progress of an evaluation; this one shows nothing but warnings, which go to the log."""
-
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
-        """Returns a context manager around the evaluation of one suite on one model; it yields the object whose `add`
-        is to be called with every batch of newly graded rows.
-
-        Args:
-            model, suite: names to show.
-            total: items of the suite.
-            rows: graded rows that an earlier, interrupted run left; they count as done from the start.
-        """
-        return nullcontext(SuiteProgress())
-
-    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        """Called for a suite that an earlier run finished, in place of `suite`; does nothing here.
-
-        Args:
-            model, suite: names to show.
-            result: the stored result.
-        """
-
-    def warn(self, text: str) -> None:
-        """Reports a warning about the evaluation; here as a warning in the log."""
-        get("evals").warning(text)
-
-
-class ConsoleProgress(EvalProgress):
-    """Shows the items done, the score so far, tokens per second and the time left.
-
-    Args:
-        console: where to write; None: stdout.
-        interval_s: seconds between two lines, where there is no terminal.
-        clock: seconds from any origin.
-    """
-
-    def __init__(
-        self,
-        *,
-        console: Console | None = None,
-        interval_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        from rich.console import Console
-
-        self.console = console or Console()
-        self._interval_s, self._clock = interval_s, clock
-
-    @contextmanager
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
-        """Shows one suite's progress while the block runs: a bar on a terminal, otherwise a line after the first rows,
-        at intervals and when all items are done. Yields the object whose `add` takes newly graded rows.
-
-        Args:
-            model, suite: names to show.
-            total: items of the suite.
-            rows: graded rows that an earlier, interrupted run left; they count as done, and their number is printed.
-        """
-        name, done = f"{suite}  {model}", list(rows)
-        if done:
-            self._print(f"{name}: {len(done)} of {total} items are already done")
-        options: Any = {"console": self.console, "interval_s": self._interval_s, "clock": self._clock}
-        with closing(ProgressBar(printable(f"{name}:"), total, done=len(done), **options)) as bar:
-            yield _ConsoleSuite(bar, done, self._clock)
-
-    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        self._print(f"{suite}  {model}: all {result.get('num_items')} items are already done")
-
-    def warn(self, text: str) -> None:
-        self._print(f"warning: {text}")
-
-    def _print(self, text: str) -> None:
-        print_line(self.console, printable(text))
-
-
-class _ConsoleSuite(SuiteProgress):
-    """Counts the items of one suite, their scores, and the tokens of those that were graded here."""
-
-    def __init__(self, bar: ProgressBar, done: Sequence[Row], clock: Callable[[], float]):
-        self._bar, self._clock, self._start = bar, clock, clock()
-        self._num_items, self._num_tokens = len(done), 0
-        self._score_sum = sum(row["score"] for row in done)
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Counts newly graded rows with their scores and tokens and shows the new figures: in the bar, or, without a
-        terminal, as a line at the first call, when the interval has passed, and when all items are done."""
-        rows = list(rows)
-        self._num_items += len(rows)
-        self._num_tokens += processed_tokens(rows)
-        self._score_sum += sum(row["score"] for row in rows)
-        speed = self._num_tokens / max(self._clock() - self._start, 1e-9)
-        figures = [f"{speed:,.0f} tokens/s"]
-        if self._num_items:
-            figures.insert(0, f"score {self._score_sum / self._num_items:.3f}")
-        self._bar.update(self._num_items, figures)
-
-
 @dataclass(frozen=True, slots=True)
 class Counts:
     """How far the evaluation of a model has come."""
@@ -154,6 +50,97 @@ class Counts:
         return f"{self.suite}: {self.done:,} of {self.total:,} items, {speed}{score}"
 
 
+class EvalProgress:
+    """Receives the progress of an evaluation, suite by suite; this one shows nothing but warnings, which go to the log.
+
+    Args:
+        interval_s: seconds between two times at which it is shown, where there is no terminal.
+        clock: seconds from any origin.
+    """
+
+    def __init__(self, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic):
+        self.interval_s, self.clock = interval_s, clock
+
+    @contextmanager
+    def suite(self, model: str, suite: str, total: int, rows: Collection[Row]) -> Iterator[EvalProgress]:
+        """Returns a context manager around the evaluation of one suite on one model; it yields this object, whose `add` is
+        to be called with every batch of newly graded rows.
+
+        Args:
+            model, suite: names to show.
+            total: items of the suite.
+            rows: graded rows that an earlier, interrupted run left; they count as done from the start.
+        """
+        self._suite, self._total, self._num_resumed = suite, total, len(rows)
+        self._num_items, self._num_tokens, self._score_sum = len(rows), 0, sum(row["score"] for row in rows)
+        self._start = self.clock()
+        yield self
+
+    def add(self, rows: Collection[Row]) -> None:
+        """Counts newly graded rows, each of which must be passed once."""
+        self._num_items += len(rows)
+        self._num_tokens += processed_tokens(rows)
+        self._score_sum += sum(row["score"] for row in rows)
+        seconds = max(self.clock() - self._start, 1e-9)
+        speed = round((self._num_items - self._num_resumed) / seconds, 3)
+        score = self._score_sum / max(self._num_items, 1)
+        self._show(Counts(self._suite, self._num_items, self._total, score, speed), self._num_tokens / seconds)
+
+    def _show(self, counts: Counts, tokens_per_second: float) -> None:
+        """Shows how far the present suite has come; does nothing here."""
+
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        """Called for a suite that an earlier run finished, in place of `suite`; does nothing here.
+
+        Args:
+            model, suite: names to show.
+            result: the stored result.
+        """
+
+    def warn(self, text: str) -> None:
+        """Reports a warning about the evaluation; here as a warning in the log."""
+        get("evals").warning(text)
+
+
+class ConsoleProgress(EvalProgress):
+    """Shows the items done, the score so far, tokens per second and the time left: a bar on a terminal, otherwise a line
+    after the first rows, at intervals and when all items are done.
+
+    Args:
+        console: where to write; None: stdout.
+        timing: as `EvalProgress`.
+    """
+
+    def __init__(self, *, console: Console | None = None, **timing: Any):
+        from rich.console import Console
+
+        super().__init__(**timing)
+        self.console = console or Console()
+
+    @contextmanager
+    def suite(self, model: str, suite: str, total: int, rows: Collection[Row]) -> Iterator[EvalProgress]:
+        name = f"{suite}  {model}"
+        if rows:
+            self._print(f"{name}: {len(rows)} of {total} items are already done")
+        options: Any = {"console": self.console, "interval_s": self.interval_s, "clock": self.clock}
+        bar = ProgressBar(printable(f"{name}:"), total, done=len(rows), **options)
+        with closing(bar) as self._bar, super().suite(model, suite, total, rows):
+            yield self
+
+    def _show(self, counts: Counts, tokens_per_second: float) -> None:
+        score = [f"score {counts.score:.3f}"] if counts.done else []
+        self._bar.update(counts.done, [*score, f"{tokens_per_second:,.0f} tokens/s"])
+
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        self._print(f"{suite}  {model}: all {result.get('num_items')} items are already done")
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def _print(self, text: str) -> None:
+        print_line(self.console, printable(text))
+
+
 class FileProgress(EvalProgress):
     """Keeps the counts of the present suite in a file, which `read_counts` reads in another process.
 
@@ -161,11 +148,12 @@ class FileProgress(EvalProgress):
 
     Args:
         path: written at most once per `interval_s` seconds.
+        interval_s, clock: as `EvalProgress`.
     """
 
     def __init__(self, path: Path, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic):
-        self._path, self._interval_s, self._clock = path, interval_s, clock
-        self._written = -interval_s
+        super().__init__(interval_s=interval_s, clock=clock)
+        self._path, self._written = path, -interval_s
 
     def __enter__(self) -> FileProgress:
         return self
@@ -173,37 +161,11 @@ class FileProgress(EvalProgress):
     def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)
 
-    @contextmanager
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
-        yield _FileSuite(self, suite, total, list(rows))
-
-    def write(self, counts: Counts) -> None:
+    def _show(self, counts: Counts, tokens_per_second: float) -> None:
         """Writes the counts, unless the last ones are younger than the interval."""
-        if (now := self._clock()) - self._written >= self._interval_s:
+        if (now := self.clock()) - self._written >= self.interval_s:
             self._written = now
             write_atomic(self._path, json.dumps(asdict(counts)))
-
-    def now(self) -> float:
-        """Seconds from any origin."""
-        return self._clock()
-
-
-class _FileSuite(SuiteProgress):
-    """Counts the items of one suite for a `FileProgress`."""
-
-    def __init__(self, file: FileProgress, suite: str, total: int, done: Sequence[Row]):
-        self._file, self._suite, self._total, self._start = file, suite, total, file.now()
-        self._num_resumed = self._done = len(done)
-        self._score_sum = sum(row["score"] for row in done)
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Counts newly graded rows."""
-        rows = list(rows)
-        self._done += len(rows)
-        self._score_sum += sum(row["score"] for row in rows)
-        speed = (self._done - self._num_resumed) / max(self._file.now() - self._start, 1e-9)
-        score = self._score_sum / max(self._done, 1)
-        self._file.write(Counts(self._suite, self._done, self._total, score, round(speed, 3)))
 
 
 def progress_file(folder: Path) -> Path:
@@ -273,18 +235,16 @@ def evaluate_models(
     """
     progress = progress or EvalProgress()
     check_models(models, suites, options)
-    for entry in suites:
-        for warning in entry.questions.warnings:
-            progress.warn(warning)
-    for remark in without_effect(suites, options)[1]:
+    warnings = [warning for entry in suites for warning in entry.questions.warnings]
+    for remark in warnings + without_effect(suites, options)[1]:
         progress.warn(remark)
     with ExitStack() as stack:
         for folder in {model.out for model in models if model.out is not None}:
             stack.enter_context(locked(folder))
         grader = stack.enter_context(Grader())
         # Every result folder is read before any model is loaded, so that conflicting results are reported at once.
-        runs = [_ModelRun(model, suites, options, interrupted) for model in models]
-        return {run.model.name: run.results(executor, grader, progress) for run in runs}
+        runs = [_ModelRun(model, suites, options, executor, grader, progress, interrupted) for model in models]
+        return {run.model.name: run.results() for run in runs}
 
 
 def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options: Options) -> None:
@@ -316,34 +276,36 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
         raise ConfigError.many(problems)
 
 
+@dataclass
 class _ModelRun:
     """One model on all suites."""
 
-    def __init__(self, model: Model, suites: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
+    model: Model
+    suites: Sequence[LoadedSuite]
+    options: Options
+    executor: Executor
+    grader: Grader
+    progress: EvalProgress
+    interrupted: Callable[[], None]
+
+    def __post_init__(self) -> None:
         """Hashes the model's files and reads its earlier results of all suites; does not load the model.
 
         The result folder must be locked. With the option `clean` or `replace_others` results may be deleted here.
 
-        Args:
-            interrupted: called while this waits; may raise.
-
         Raises:
             ConfigError: the folder holds results of other settings, or the file of a user's suite cannot be read.
         """
-        self.model, self.options, self._interrupted = model, options, interrupted
-        self._hash = hash_model(model.folder, interrupted)
+        self._hash = hash_model(self.model.folder, self.interrupted)
         self._model_is_loaded = False
-        stores = {"clean": options.clean, "replace_others": options.replace_others}
+        stores = {"clean": self.options.clean, "replace_others": self.options.replace_others}
         self._stores = [
-            (entry, ResultStore(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites
+            (entry, ResultStore(self.model.out, entry.suite.name, self._key(entry), **stores)) for entry in self.suites
         ]
 
-    def results(self, executor: Executor, grader: Grader, progress: EvalProgress) -> dict[str, dict[str, Any]]:
+    def results(self) -> dict[str, dict[str, Any]]:
         """Evaluates the model on all suites, one after another; returns suite name → result. See `evaluate_models`."""
-        return {
-            entry.suite.name: self._evaluate_suite(entry, store, executor, grader, progress)
-            for entry, store in self._stores
-        }
+        return {entry.suite.name: self._evaluate_suite(entry, store) for entry, store in self._stores}
 
     def _key(self, entry: LoadedSuite) -> dict[str, Any]:
         """What determines a suite's rows; stored rows are only continued if it is equal."""
@@ -364,48 +326,40 @@ class _ModelRun:
             "version": __version__,
         }
 
-    def _evaluate_suite(
-        self, entry: LoadedSuite, store: ResultStore, executor: Executor, grader: Grader, progress: EvalProgress
-    ) -> dict[str, Any]:
+    def _evaluate_suite(self, entry: LoadedSuite, store: ResultStore) -> dict[str, Any]:
         """The result of one suite. One that is finished comes straight from the store, without a model."""
         # Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, appends each row to
         # the store as soon as it is graded, and writes the result, whose `seconds` and `tokens_per_second` count this
         # run only, without loading. After an error the stored rows remain, for the next evaluation to continue from.
         if store.result is not None:
-            progress.already_finished(self.model.name, entry.suite.name, store.result)
+            self.progress.already_finished(self.model.name, entry.suite.name, store.result)
             return store.result
         todo = [item for item in entry.items if item.id not in store.rows]
-        num_resumed, start = len(entry.items) - len(todo), time.perf_counter()
         if todo and not self._model_is_loaded:
-            executor.load(self.model.folder, self.options.backend, self.options.settings)
+            self.executor.load(self.model.folder, self.options.backend, self.options.settings)
             self._model_is_loaded = True
-            start = time.perf_counter()
         if todo and self.options.settings.dtype == "auto":
-            store.set_device(executor.device.partition(":")[0])
-        tokens = 0
-        with progress.suite(self.model.name, entry.suite.name, len(entry.items), store.rows.values()) as shown:
-            try:
-                for rows in self._rows(entry, todo, store.key["max_new_tokens"], executor, grader):
-                    store.append(rows)
-                    tokens += processed_tokens(rows)
-                    shown.add(rows)
-            finally:
-                store.close()
+            store.set_device(self.executor.device.partition(":")[0])
+        tokens, start, done = 0, time.perf_counter(), list(store.rows.values())
+        with self.progress.suite(self.model.name, entry.suite.name, len(entry.items), done) as shown, closing(store):
+            for rows in self._rows(entry, todo, store.key["max_new_tokens"]):
+                store.append(rows)
+                tokens += processed_tokens(rows)
+                shown.add(rows)
         seconds = time.perf_counter() - start
         speed = {"seconds": round(seconds, 3), "tokens_per_second": round(tokens / max(seconds, 1e-9), 1)}
-        ordered = [store.rows[item.id] for item in entry.items]
-        facts = self._facts(entry) | {"device": executor.device, "resumed_items": num_resumed}
-        return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
+        order = [item.id for item in entry.items]
+        summary = summarise([store.rows[item_id] for item_id in order])
+        resumed = {"device": self.executor.device, "resumed_items": len(entry.items) - len(todo)}
+        return store.finish(order, summary | self._facts(entry) | resumed | speed)
 
-    def _rows(
-        self, entry: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
-    ) -> Iterator[list[Row]]:
+    def _rows(self, entry: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None) -> Iterator[list[Row]]:
         """Yields lists of rows as they are graded; the model generates meanwhile."""
         if not items:
             return
-        pending = _PendingGrades(entry.name, grader, self._interrupted)
+        pending: _Pending = {}
         task = SuiteTask(entry.choose, max_new_tokens or 0, entry.suite.stop)
-        for outputs in executor.run(task, items):
+        for outputs in self.executor.run(task, items):
             rows = []
             for index, output in outputs:
                 item = items[index]
@@ -414,9 +368,9 @@ class _ModelRun:
                 elif output.too_long:
                     rows.append(completion_row(item, output, None))
                 else:
-                    pending.submit(item, output)
-            yield rows + pending.done()
-        yield from pending.rest()
+                    pending[self.grader.submit(entry.name, item, output.text)] = item, output
+            yield rows + _graded(pending)
+        yield from _rest(pending, self.grader, self.interrupted)
 
     def _max_new_tokens(self, entry: LoadedSuite) -> int | None:
         """The token limit of a suite's completions; None for a suite with choices."""
@@ -451,48 +405,25 @@ class _ModelRun:
         }
 
 
-@dataclass
-class _PendingGrades:
-    """Completions that are being graded."""
+_Pending = dict[Future[Graded], tuple[Item, Output]]
+"""Completions that are being graded."""
 
-    suite: str
-    grader: Grader
-    interrupted: Callable[[], None]
-    futures: dict[Future[Graded], tuple[Item, Output]] = field(default_factory=dict)
 
-    def submit(self, item: Item, output: Output) -> None:
-        """Queues an item's completion for grading; its row is returned later by `done` or `rest`."""
-        self.futures[self.grader.submit(self.suite, item, output.text)] = (item, output)
+def _graded(pending: _Pending) -> list[Row]:
+    """Removes and returns the rows whose grades are ready, without waiting; raises what a grade does."""
+    return [completion_row(*pending.pop(future), future.result()) for future in list(pending) if future.done()]
 
-    def done(self) -> list[Row]:
-        """Removes and returns the rows whose grades are ready, without waiting; empty if there are none.
 
-        Raises:
-            WorkerError: the grading processes did not start or cannot load the suite.
-        """
-        return [self._pop(future) for future in list(self.futures) if future.done()]
-
-    def rest(self) -> Iterator[list[Row]]:
-        """Waits for all remaining grades and yields their rows in lists as they arrive; calls `interrupted` while it
-        waits.
-
-        Raises:
-            WorkerError: as `done`; or no grade arrived for `grader.longest_s` seconds, by which the grader ends every
-                item.
-        """
-        deadline = time.monotonic() + self.grader.longest_s
-        while self.futures:
-            self.interrupted()
-            if wait(self.futures, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
-                yield self.done()
-                deadline = time.monotonic() + self.grader.longest_s
-            elif time.monotonic() > deadline:
-                raise WorkerError("grader", f"must judge an item within {self.grader.longest_s:g} s", "no verdict")
-
-    def _pop(self, future: Future[Graded]) -> Row:
-        """Removes a finished future and returns the row of its item; raises the future's error if it has one."""
-        item, output = self.futures.pop(future)
-        return completion_row(item, output, future.result())
+def _rest(pending: _Pending, grader: Grader, interrupted: Callable[[], None]) -> Iterator[list[Row]]:
+    """Yields the rows of all grades in lists as they arrive; fails after `grader.longest_s`, by which the grader ends every item."""
+    deadline = time.monotonic() + grader.longest_s
+    while pending:
+        interrupted()
+        if wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
+            yield _graded(pending)
+            deadline = time.monotonic() + grader.longest_s
+        elif time.monotonic() > deadline:
+            raise WorkerError("grader", f"must judge an item within {grader.longest_s:g} s", "no verdict")
 
 
 def hash_model(folder: Path, interrupted: Callable[[], None] = lambda: None) -> str:

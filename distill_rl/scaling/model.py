@@ -38,22 +38,14 @@ class Cluster:
     def rates(self) -> Card:
         return CARDS[self.card]
 
-    @property
-    def memory(self) -> float:
-        """Bytes of a GPU."""
-        return MEMORY[self.card]
+    def gather(self, num_bytes: float, ranks: int) -> float:
+        """Seconds in which neighbouring ranks exchange their parts of `num_bytes`, or add up and keep a part each."""
+        rate = self.network.inside if ranks <= self.per_node else self.network.between
+        return (ranks - 1) / ranks * num_bytes / rate
 
     def all_reduce(self, num_bytes: float, ranks: int) -> float:
         """Seconds in which neighbouring ranks add up what each has, `num_bytes`."""
-        return 2 * self._ring(num_bytes, ranks)
-
-    def gather(self, num_bytes: float, ranks: int) -> float:
-        """Seconds in which neighbouring ranks exchange their parts of `num_bytes`, or add up and keep a part each."""
-        return self._ring(num_bytes, ranks)
-
-    def _ring(self, num_bytes: float, ranks: int) -> float:
-        rate = self.network.inside if ranks <= self.per_node else self.network.between
-        return (ranks - 1) / ranks * num_bytes / rate
+        return 2 * self.gather(num_bytes, ranks)
 
 
 # What a step costs on one GPU, part by part, from the models' shapes and the card's two rates.
@@ -129,11 +121,13 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of full rows on one GPU."""
+    """One optimizer step of full rows: of one GPU, or, where its ranks are named, of all."""
 
     rows: int = 8
     micro_batch: int = 2
+    """Rows of the student's."""
     length: int = 2048
+    """Tokens of a row."""
     top_k: int = 64
 
     @property
@@ -264,18 +258,6 @@ TEACHER_REDUCTIONS, STUDENT_REDUCTIONS = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A batch."""
-
-    rows: int
-    length: int
-    """Tokens of a row."""
-    micro_batch: int
-    """Rows of the student's."""
-    top_k: int
-
-
-@dataclass(frozen=True, slots=True)
 class Time:
     """Seconds of a stage on one rank."""
 
@@ -295,7 +277,7 @@ class Time:
         return self.sharding > self.compute + self.tensor_parallel
 
 
-def teacher_time(model: ModelFacts, work: Work, cluster: Cluster, *, dp: int, tp: int) -> Time:
+def teacher_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp: int) -> Time:
     """The time of a teacher's replica for its rows of a batch."""
     rows = ceil(work.rows / dp)
     step = Step(rows, rows, work.length, work.top_k)
@@ -305,7 +287,7 @@ def teacher_time(model: ModelFacts, work: Work, cluster: Cluster, *, dp: int, tp
     )
 
 
-def student_time(model: ModelFacts, work: Work, cluster: Cluster, *, dp: int, tp: int) -> Time:
+def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp: int) -> Time:
     """The time of a student rank for its rows of a batch, with the optimizer step.
 
     FSDP gathers the weights for the forward and for the backward pass of each micro-batch, and reduces the gradient once.

@@ -9,18 +9,7 @@ from math import ceil
 from distill_rl.config.derive import sizes
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.schema import Config
-from distill_rl.scaling.model import (
-    Cluster,
-    Faults,
-    Stages,
-    Time,
-    Work,
-    best_interval,
-    goodput,
-    step_seconds,
-    student_time,
-    teacher_time,
-)
+from distill_rl.scaling import model as costs
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -80,15 +69,15 @@ class Prediction:
     """What is expected of a split."""
 
     split: Split
-    teacher: Time
-    student: Time
+    teacher: costs.Time
+    student: costs.Time
     driver: float
     """Seconds of the driver's own work between two steps."""
     step: float
     """Seconds of a step, with the slowest rank of each stage."""
     tokens_per_second: float
     """Of the student's rows."""
-    faults: Faults
+    faults: costs.Faults
     save: float
     """Seconds that a checkpoint holds the run up."""
     save_every: int
@@ -98,7 +87,7 @@ class Prediction:
 
     def goodput_at(self, every: int) -> float:
         """The share of the time that goes into steps which count, with a checkpoint every `every` steps."""
-        return goodput(self.faults, step=self.step, save=self.save, every=every)
+        return costs.goodput(self.faults, step=self.step, save=self.save, every=every)
 
     @property
     def goodput(self) -> float:
@@ -111,7 +100,7 @@ class Prediction:
         return self.tokens_per_second * self.goodput
 
 
-def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Prediction:
+def predict(config: Config, facts: Facts, cluster: costs.Cluster, split: Split) -> Prediction:
     """What is expected of a split; see the modules of this folder for what is modelled.
 
     Args:
@@ -120,11 +109,11 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
     """
     student, teacher = _models(facts)
     work, tokens = work_of(config, facts, split.micro_batch)
-    of_teacher = teacher_time(teacher, work, cluster, dp=split.teacher_dp, tp=split.teacher_tp)
-    of_student = student_time(student, work, cluster, dp=split.student_dp, tp=split.student_tp)
+    of_teacher = costs.teacher_time(teacher, work, cluster, dp=split.teacher_dp, tp=split.teacher_tp)
+    of_student = costs.student_time(student, work, cluster, dp=split.student_dp, tp=split.student_tp)
     driver = DRIVER_S + PER_RANK_S * (split.student_gpus + split.teacher_gpus)
-    step = step_seconds(
-        Stages(
+    step = costs.step_seconds(
+        costs.Stages(
             align=0.0,
             teacher=of_teacher.total,
             student=of_student.total,
@@ -139,44 +128,34 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
     part = 12 * student.trained / split.student_gpus
     written = part / READ_S
     save = part / COPY_S if config.checkpoint.async_save else written
-    faults = Faults(
+    faults = costs.Faults(
         student_gpus=split.student_gpus,
         teacher_gpus=0 if split.shared else split.teacher_gpus,
         student_recovery=RESTART_S + written,
         teacher_recovery=RESTART_S + teacher.bytes_on_disk / split.teacher_tp / READ_S,
     )
-    every = max(best_interval(faults, step=step, save=save), ceil(written / step))
-    return Prediction(
-        split,
-        of_teacher,
-        of_student,
-        driver,
-        step,
-        tokens / step,
-        faults,
-        save,
-        every,
-        _memory(config, facts, split, cluster),
-    )
+    every = max(costs.best_interval(faults, step=step, save=save), ceil(written / step))
+    memory = _memory(config, facts, split, cluster)
+    return Prediction(split, of_teacher, of_student, driver, step, tokens / step, faults, save, every, memory)
 
 
-def work_of(config: Config, facts: Facts, micro_batch: int) -> tuple[Work, float]:
+def work_of(config: Config, facts: Facts, micro_batch: int) -> tuple[costs.Step, float]:
     """The work of a step and the tokens in it, by a sample of the data; where there is none, all rows are full.
 
     Packed documents fill rows of `data.max_length`. Otherwise a row is as long as the positions of a step divided by its rows.
     """
     rows, length = config.train.global_batch_size, config.data.max_length
     if facts.step is None:
-        return Work(rows, length, micro_batch, config.loss.top_k), float(rows * length)
+        return costs.Step(rows, micro_batch, length, config.loss.top_k), float(rows * length)
     positions = facts.step.positions
     if config.data.packing:
         rows = max(1, round(positions / length))
     else:
         length = max(1, round(positions / rows))
-    return Work(rows, length, micro_batch, config.loss.top_k), positions * facts.step.used
+    return costs.Step(rows, micro_batch, length, config.loss.top_k), positions * facts.step.used
 
 
-def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split]:
+def candidates(config: Config, facts: Facts, cluster: costs.Cluster) -> Iterator[Split]:
     """Yields the splits that use all GPUs: both models on all of them, or each on GPUs of its own."""
     student, teacher = _models(facts)
     rows = config.train.global_batch_size
@@ -189,7 +168,7 @@ def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split
                         yield Split(student_dp, student_tp, teacher_dp, teacher_tp, micro_batch, shared)
 
 
-def rank(config: Config, facts: Facts, cluster: Cluster) -> list[Prediction]:
+def rank(config: Config, facts: Facts, cluster: costs.Cluster) -> list[Prediction]:
     """All splits that fit into memory, those with the most tokens that count first."""
     predicted = (predict(config, facts, cluster, split) for split in candidates(config, facts, cluster))
     return sorted((one for one in predicted if one.memory <= MEMORY_SHARE), key=lambda found: -found.kept)
@@ -203,13 +182,13 @@ def _models(facts: Facts) -> tuple[ModelFacts, ModelFacts]:
     return facts.student, teacher
 
 
-def _tensor_parallel(model: ModelFacts, cluster: Cluster) -> list[int]:
+def _tensor_parallel(model: ModelFacts, cluster: costs.Cluster) -> list[int]:
     """Numbers of ranks, within a node, that a model's heads can be divided over."""
     heads = model.num_key_value_heads
     return [tp for tp in TENSOR_PARALLEL if tp <= min(cluster.per_node, cluster.gpus) and heads % tp == 0]
 
 
-def _divisions(cluster: Cluster, student_tp: int, teacher_tp: int) -> Iterator[tuple[int, int, bool]]:
+def _divisions(cluster: costs.Cluster, student_tp: int, teacher_tp: int) -> Iterator[tuple[int, int, bool]]:
     """Yields GPUs of the student, of the teacher, and whether they are the same ones."""
     gpus = cluster.gpus
     if gpus % student_tp == 0 and gpus % teacher_tp == 0:
@@ -220,24 +199,20 @@ def _divisions(cluster: Cluster, student_tp: int, teacher_tp: int) -> Iterator[t
             yield gpus - of_teacher, of_teacher, False
 
 
-def _memory(config: Config, facts: Facts, split: Split, cluster: Cluster) -> float:
+def _memory(config: Config, facts: Facts, split: Split, cluster: costs.Cluster) -> float:
     """The largest share of a GPU's memory that the workers on it are estimated to use."""
+    of_student, of_teacher = config.student, config.teachers[0]
+    student_ranks = replace(of_student.parallel, dp=split.student_dp, tp=split.student_tp)
+    teacher_ranks = replace(of_teacher.parallel, dp=split.teacher_dp, tp=split.teacher_tp)
     divided = replace(
         config,
-        student=replace(
-            config.student, parallel=replace(config.student.parallel, dp=split.student_dp, tp=split.student_tp)
-        ),
-        teachers=[
-            replace(
-                config.teachers[0],
-                parallel=replace(config.teachers[0].parallel, dp=split.teacher_dp, tp=split.teacher_tp),
-            )
-        ],
+        student=replace(of_student, parallel=student_ranks),
+        teachers=[replace(of_teacher, parallel=teacher_ranks)],
         train=replace(config.train, micro_batch_size=split.micro_batch),
     )
     estimated = {worker.worker: worker.total for worker in sizes(divided, replace(facts, gpus=cluster.per_node)).memory}
-    student, teacher = estimated["student"], estimated[config.teachers[0].name]
-    return (student + teacher if split.shared else max(student, teacher)) / cluster.memory
+    student, teacher = estimated["student"], estimated[of_teacher.name]
+    return (student + teacher if split.shared else max(student, teacher)) / costs.MEMORY[cluster.card]
 
 
 # Settings of a run on many GPUs that are predicted to cost speed, for `distill-rl check`.
@@ -261,7 +236,7 @@ def suggestions(config: Config, facts: Facts) -> list[str]:
         return []
     if not (facts.gpus or config.ray.address):
         return []
-    cluster = Cluster(split.gpus)
+    cluster = costs.Cluster(split.gpus)
     found = predict(config, facts, cluster, split)
     lines = _interval(config, found), _look_ahead(config, facts, cluster, found)
     return [line for line in lines if line]
@@ -295,7 +270,7 @@ def _interval(config: Config, found: Prediction) -> str:
     )
 
 
-def _look_ahead(config: Config, facts: Facts, cluster: Cluster, found: Prediction) -> str:
+def _look_ahead(config: Config, facts: Facts, cluster: costs.Cluster, found: Prediction) -> str:
     """A line that asks for look-ahead, if there is none and it makes steps shorter."""
     if config.prefetch.depth:
         return ""

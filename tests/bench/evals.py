@@ -82,9 +82,9 @@ def per_letter(backend: HfBackend, items: Sequence[Item]) -> Logprobs:
     """
     results = []
     for item in items:
-        choices, sums = backend.encoder.choices(item), []
-        for ids in choices.continuations:
-            row = torch.tensor([choices.context + ids], device=backend.device)
+        (context, continuations), sums = backend.encoder.choices(item), []
+        for ids in continuations:
+            row = torch.tensor([context + ids], device=backend.device)
             logits = backend.model(row, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
             logprobs = logits.float().log_softmax(-1)
             sums.append(float(logprobs.gather(1, torch.tensor(ids, device=logprobs.device)[:, None]).sum()))

@@ -10,7 +10,7 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.executor import LeadingExecutor, LocalExecutor, SuiteTask, follow
+from distill_rl.evals.executor import LocalExecutor, SuiteTask
 from distill_rl.evals.suites.base import Item
 from distill_rl.parallel.mesh import World, close_world, open_world
 from tests.helpers import ranks
@@ -29,7 +29,7 @@ CHOICES = [replace(item, choices=(" ka", " mi lo", " mi ka")) for item in ITEMS]
 SETTINGS = Settings(batch_size=3, dtype="fp32")
 
 
-def outputs(executor: LocalExecutor | LeadingExecutor, folder: str, settings: Settings) -> list[list[Output]]:
+def outputs(executor: LocalExecutor, folder: str, settings: Settings) -> list[list[Output]]:
     """The completions of ITEMS, and the log-likelihoods of CHOICES."""
     executor.load(Path(folder), "hf", settings)
     results = []
@@ -48,9 +48,9 @@ def evaluate(folders: list[str]) -> list[list[list[Output]]] | None:
     world, settings = in_world(), replace(SETTINGS, tensor_parallel=2)
     try:
         if world.rank:
-            follow(LocalExecutor(world), world)
+            LocalExecutor(world).follow()
             return None
-        executor = LeadingExecutor(LocalExecutor(world), world)
+        executor = LocalExecutor(world).lead()
         results = [outputs(executor, folder, settings) for folder in folders]
         executor.close()
         return results

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.backends.base import Backend, Output, Settings
-from distill_rl.evals.backends.hf import HfBackend, choice_rows
+from distill_rl.evals.backends.base import Backend, Output, Settings, choice_rows
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.backends.vllm import VllmBackend, _scoring
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
@@ -135,8 +135,9 @@ def test_too_long_prompts_are_reported_and_others_are_limited(hf: HfBackend, eng
 
 
 def test_shared_prefixes_are_taken_from_the_cache(engine: VllmBackend) -> None:
-    rows = [row for item in items(40, shots=5, space=False) for row in choice_rows(0, engine.encoder.choices(item))]
-    results = engine._running.run([row.ids for row in rows], [_scoring(row) for row in rows])
+    questions = items(40, shots=5, space=False)
+    rows = [row for item in questions for row in choice_rows(0, item.prefix, *engine.encoder.choices(item))]
+    results = engine._engine.run([row.ids for row in rows], [_scoring(row) for row in rows])
     cached = sum(result.num_cached_tokens for _, result in results)
     assert cached > 0.5 * sum(len(row.ids) for row in rows)
 

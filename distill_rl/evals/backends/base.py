@@ -1,13 +1,14 @@
-"""The protocol of a backend, and the encoding of items that all backends share."""
+"""The base of a backend: settings, outputs, the encoding of items, and the rows of tokens that are run for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
@@ -16,28 +17,22 @@ from distill_rl.data.batch.tokenization import KnownIds, unknown_token
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.facts import folder_problems
-from distill_rl.models.files.hub import configured_stops, read_tokenizer
+from distill_rl.models.files.hub import configured_stops, read_config, read_tokenizer
+from distill_rl.models.vllm import EngineSettings
 
 BackendName = Literal["hf", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How a model is run; the same for every backend."""
+class Settings(EngineSettings):
+    """How a model is run; the same for every backend.
+
+    With the backend hf, `tensor_parallel` ranks may also be on CPUs, `gpu_share` is the limit at which it runs out of
+    memory, and `device` is cuda:N or cpu; empty: the first visible GPU, otherwise the CPU.
+    """
 
     batch_size: int = 64
     """Rows per forward pass (hf); vllm forms its own batches."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: fp32 on CPUs, the dtype of the files on GPUs."""
-    tensor_parallel: int = 1
-    """Number of ranks, each on a GPU or on the CPU, that every layer is split over."""
-    gpu_share: float = 1.0
-    """Fraction of a GPU's memory for the model and everything that it computes. `hf` runs out of memory at this limit;
-    `vllm` allocates nine tenths of it at its start and keeps them."""
-    device: str = ""
-    """cuda:N or cpu; empty: the first visible GPU, otherwise the CPU."""
-    threads: int = 0
-    """CPU threads; 0: torch's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,63 +55,7 @@ class Output:
     """Prompt and answer exceed the model's positions; nothing was run."""
 
 
-class Backend(Protocol):
-    """A loaded model."""
-
-    device: Any
-    """The model's device; its `str` is cpu, cuda or cuda:N."""
-
-    def generate(
-        self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
-    ) -> Iterator[tuple[int, Output]]:
-        """Yields greedy completions, lazily: (index into `items`, output) for every item, in any order, as they finish.
-
-        An item whose prompt leaves no room for an answer gets an output with `too_long`. A completion is limited to
-        `max_new_tokens` and to the model's positions.
-
-        Args:
-            stop: texts that end a completion and are not part of it.
-
-        Raises:
-            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
-        """
-        ...
-
-    def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """Yields the log-likelihoods of every item's `choices`, lazily: (index into `items`, output) for every item, in
-        any order, as they finish.
-
-        An item whose prompt and longest choice exceed the model's positions gets an output with `too_long`.
-
-        Raises:
-            DataError: as `generate`, or a choice that adds no token to its prompt.
-        """
-        ...
-
-    def reload(self, folder: Path) -> None:
-        """Replaces the model by that of another folder, with its weights, tokenizer, chat template and stop tokens.
-
-        Raises:
-            ConfigError: as the constructor; after an error only `close` may be called.
-        """
-        ...
-
-    def close(self) -> None:
-        """Frees the model's memory and ends the backend's processes."""
-        ...
-
-
 # Encodes items as token ids, in the same way for every backend.
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The tokens of an item whose choices are compared by log-likelihood."""
-
-    context: list[int]
-    """The common start of all choices; at least one token."""
-    continuations: tuple[list[int], ...]
-    """Per choice, its tokens after the context; at least one each."""
 
 
 class ItemEncoder:
@@ -128,7 +67,7 @@ class ItemEncoder:
 
     def __init__(self, folder: Path):
         self.tokenizer: Any = read_tokenizer(folder)
-        config = _text_config(folder)
+        config = read_config(folder, quantized=True).get_text_config()
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         """Maximum tokens of prompt and answer together; None: unknown."""
         self._known = KnownIds(config.vocab_size, f"model {folder}")
@@ -150,8 +89,8 @@ class ItemEncoder:
             raise DataError(item.id, "the prompt must have at least one token")
         return ids
 
-    def choices(self, item: Item) -> Choices:
-        """The ids of an item's choices: the context that they have in common, and what each adds to it.
+    def choices(self, item: Item) -> tuple[list[int], list[list[int]]]:
+        """The ids of an item's choices: the context that they have in common, and what each adds to it; no list is empty.
 
         1. Tokenise the prompt alone and together with every choice, as in running text.
         2. The context is the longest common start of these sequences. It equals the prompt, unless the prompt's last
@@ -165,11 +104,11 @@ class ItemEncoder:
         context = common_start([prompt, *wholes])
         if not context:
             raise DataError(item.id, "the prompt must have at least one token")
-        continuations = tuple(whole[len(context) :] for whole in wholes)
-        for choice, continuation in zip(item.choices, continuations):
-            if not continuation:
-                raise DataError(item.id, "every choice must add at least one token to the prompt", repr(choice))
-        return Choices(context, continuations)
+        continuations = [whole[len(context) :] for whole in wholes]
+        if [] in continuations:
+            choice = item.choices[continuations.index([])]
+            raise DataError(item.id, "every choice must add at least one token to the prompt", repr(choice))
+        return context, continuations
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of generated ids, without tokens that only frame a text (`frame_ids`).
@@ -230,18 +169,6 @@ def common_start(rows: Sequence[Sequence[int]]) -> Any:
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
 
 
-def _text_config(folder: Path) -> Any:
-    """What a model's config.json says of its language model."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each config field has its own validator and exception type
-        rule = "config.json must describe a model that transformers knows without code of its own"
-        raise ConfigError(f"model {folder}", rule, (str(error).splitlines() or [type(error).__name__])[0]) from error
-    return config.get_text_config()
-
-
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     # Of the generation config, the tokenizer's end of text, and what the chat template writes after a turn; each once.
     candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
@@ -266,3 +193,201 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     # `all_special_ids` would miss end-of-turn tokens that are neither eos_token nor another named special token.
     added = tokenizer.added_tokens_decoder
     return after[0] if after and after[0] in added and added[after[0]].special else None
+
+
+# What backends have in common: the rows of tokens that they run for items, and when these end.
+
+_MAX_TEXTLESS_TOKENS = 8
+"""Tokens without text of their own that may occur inside a stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens that a model runs for an item."""
+
+    item_index: int
+    prefix: str
+    """Text at its start that rows of other items may have too; empty: none."""
+    ids: list[int]
+    start: int
+    """How many of the ids are the prompt. Several rows may share all of these but the last, which predicts the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow(Row):
+    """A prompt to be completed."""
+
+    max_new_tokens: int
+    """At least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRow(Row):
+    """The context of choices, and the choices that this row scores.
+
+    The context is followed by all tokens of a choice but the last, which only has to be predicted. Choices that differ
+    only in their last token share a row; choices of one token each share the context alone.
+    """
+
+    choices: list[tuple[int, list[int]]]
+    """(index of the choice, its tokens)."""
+
+
+def prompt_rows(
+    encoder: ItemEncoder, items: Sequence[Item], max_new_tokens: int, positions: int | None
+) -> tuple[list[PromptRow], list[tuple[int, Output]]]:
+    """Encodes prompts; returns the rows of those that fit, and (index into `items`, output) for those that are too
+    long.
+
+    Args:
+        max_new_tokens: limit of every completion.
+        positions: maximum tokens of prompt and completion together, which also limits a completion; None: no limit.
+
+    Raises:
+        DataError: an empty prompt, or a chat that the tokenizer's template rejects.
+    """
+    rows, too_long = [], []
+    for index, item in enumerate(items):
+        ids = encoder.encode(item)
+        limit = max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids))
+        if limit > 0:
+            rows.append(PromptRow(index, item.prefix, ids, len(ids), limit))
+        else:
+            too_long.append((index, Output(prompt_tokens=len(ids), too_long=True)))
+    return rows, too_long
+
+
+def choice_rows(index: int, prefix: str, context: list[int], continuations: Sequence[list[int]]) -> list[ChoiceRow]:
+    """The fewest rows that score every choice of an item; each choice belongs to exactly one of them.
+
+    Args:
+        context, continuations: as `ItemEncoder.choices` returns them.
+    """
+    bodies: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+    for i, ids in enumerate(continuations):
+        bodies.setdefault(tuple(ids[:-1]), []).append((i, ids))
+    return [ChoiceRow(index, prefix, [*context, *body], len(context), choices) for body, choices in bodies.items()]
+
+
+class StopDetector:
+    """Detects the end of a completion: a stop token, the token limit or a stop text.
+
+    Args:
+        stop: the stop texts.
+    """
+
+    def __init__(self, encoder: ItemEncoder, stop: Sequence[str]):
+        self._encoder, self.stop = encoder, tuple(stop)
+        # A token with text has at least one byte of it, so this many tokens cover every stop text.
+        self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS
+
+    def output(self, row: PromptRow, written: Sequence[int]) -> Output | None:
+        """The output of a row that has ended with its last token, by a stop token, the token limit or a stop text; None
+        while it continues. Call it after every token.
+
+        The text ends before the first stop text. Decoding the last tokens only finds a possible stop text; decoding the
+        whole completion confirms it, because text at the start of a decoded tail can differ.
+
+        Args:
+            written: all generated ids of the row so far; at least one.
+        """
+        ended = written[-1] in self._encoder.stop_ids
+        full = len(written) >= row.max_new_tokens
+        may_stop = self.stop and any(text in self._encoder.decode(written[-self._tail :]) for text in self.stop)
+        if not (ended or full or may_stop):
+            return None
+        whole = self._encoder.decode(written[:-1] if ended else written)
+        starts = [whole.find(text) for text in self.stop if text in whole]
+        if not (ended or full or starts):
+            return None
+        text = whole[: min(starts)] if starts else whole
+        return Output(text, len(written), len(row.ids), truncated=not ended and not starts)
+
+    def first(self, row: PromptRow, written: Sequence[int]) -> Output | None:
+        """The output at the first end in a complete sequence of generated ids, as if `output` had been called after
+        every token; None if it does not end. For engines that may run past a stop text.
+
+        Without stop texts only the end of the sequence is examined, so no earlier token may be a stop token.
+        """
+        counts = range(1, len(written) + 1) if self.stop else [len(written)]
+        outputs = (self.output(row, written[:count]) for count in counts)
+        return next((output for output in outputs if output is not None), None)
+
+
+class Backend(ABC):
+    """A loaded model."""
+
+    device: Any
+    """The model's device; its `str` is cpu, cuda or cuda:N."""
+    encoder: ItemEncoder
+    positions: int | None
+    """Maximum tokens of a prompt and a choice together; None: unknown."""
+    answer_positions: int | None
+    """The same of a prompt and its completion."""
+
+    def generate(
+        self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Output]]:
+        """Yields greedy completions, lazily: (index into `items`, output) for every item, in any order, as they finish.
+
+        An item whose prompt leaves no room for an answer gets an output with `too_long`; these come first. A completion
+        ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of `max_new_tokens` or of
+        the model's positions.
+
+        Raises:
+            DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
+        """
+        rows, too_long = prompt_rows(self.encoder, items, max_new_tokens, self.answer_positions)
+        yield from too_long
+        yield from self._complete(rows, StopDetector(self.encoder, stop))
+
+    def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
+        """Yields the log-likelihoods of every item's `choices`, lazily: (index into `items`, output) for every item, in
+        any order, as they finish.
+
+        An item whose prompt and longest choice exceed the model's positions gets an output with `too_long`; these come
+        first.
+
+        Raises:
+            DataError: as `generate`, or a choice that adds no token to its prompt.
+        """
+        rows: list[ChoiceRow] = []
+        outputs: dict[int, Output] = {}
+        for index, item in enumerate(items):
+            context, continuations = self.encoder.choices(item)
+            lengths = [len(ids) for ids in continuations]
+            if self.positions is not None and max(lengths) > max(self.positions - len(context), 0):
+                outputs[index] = Output(prompt_tokens=len(context), too_long=True)
+            else:
+                outputs[index] = Output(prompt_tokens=len(context), num_tokens=sum(lengths))
+                rows += choice_rows(index, item.prefix, context, continuations)
+        yield from ((index, output) for index, output in outputs.items() if output.too_long)
+        sums: dict[int, dict[int, float]] = {index: {} for index in outputs}
+        run_tokens = dict.fromkeys(outputs, 0)
+        for row, scored, run in self._score(rows):
+            index = row.item_index
+            sums[index] |= scored
+            run_tokens[index] += run
+            if len(sums[index]) == len(items[index].choices):
+                logprobs = tuple(sums[index][i] for i in range(len(sums[index])))
+                yield index, replace(outputs[index], logprobs=logprobs, run_tokens=run_tokens[index])
+
+    @abstractmethod
+    def _complete(self, rows: Sequence[PromptRow], stops: StopDetector) -> Iterator[tuple[int, Output]]:
+        """Yields (`Row.item_index`, output) for every row, in any order."""
+
+    @abstractmethod
+    def _score(self, rows: Sequence[ChoiceRow]) -> Iterator[tuple[ChoiceRow, Mapping[int, float], int]]:
+        """Yields every row, in any order, with {index of a choice: sum of its tokens' log-probabilities} and the tokens run."""
+
+    @abstractmethod
+    def reload(self, folder: Path) -> None:
+        """Replaces the model by that of another folder, with its weights, tokenizer, chat template and stop tokens.
+
+        Raises:
+            ConfigError: as the constructor; after an error only `close` may be called.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the model's memory and ends the backend's processes."""

@@ -6,17 +6,16 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from distill_rl.errors import ConfigError, first_line
-from distill_rl.evals.backends.base import Choices, ItemEncoder, Output, Settings, common_start, model_folder
-from distill_rl.evals.suites.base import Item
+from distill_rl.evals.backends import base
 from distill_rl.models.attention import with_masks
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.families import length_limit
@@ -27,6 +26,8 @@ from distill_rl.models.rotary import row_positions, use_own_lengths
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
 
+AnyRow = TypeVar("AnyRow", base.PromptRow, base.ChoiceRow)
+
 
 # Runs the shared prefix of several rows once, and reuses its keys and values for all of them.
 #
@@ -36,53 +37,33 @@ MIN_SHARED_TOKENS = 16
 """Minimum length of a shared prefix for which separate batches pay off."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixGroup:
-    """Rows that begin with the same tokens."""
+def group_by_prefix(rows: Sequence[AnyRow], *, share: bool) -> list[tuple[int, list[AnyRow]]]:
+    """Groups rows with the same prefix text; returns (number of tokens that they share at their start, rows) of every group.
 
-    shared: int
-    """Number of shared tokens; 0: nothing is shared."""
-    rows: list[int]
-    """Row indices, the longest row first."""
-
-    def batches(self, size: int) -> Iterator[list[int]]:
-        """Yields the row indices in batches of `size`, the longest rows first; the last batch may be smaller."""
-        for start in range(0, len(self.rows), size):
-            yield self.rows[start : start + size]
-
-
-def group_by_prefix(
-    rows: Sequence[Sequence[int]], max_shared: Sequence[int], prefixes: Sequence[str], *, share: bool
-) -> list[PrefixGroup]:
-    """Groups rows with the same prefix text; the group with the longest row comes first. Every row is in exactly one
-    group.
-
-    A group shares the tokens that all of its rows have in common at the start, up to the smallest `max_shared` of its
-    rows. Rows whose group would share fewer than MIN_SHARED_TOKENS, or has one row only, form one group without
-    sharing.
+    The group with the longest row comes first, and in a group the longest row. A group shares the tokens that all of its
+    rows have in common at the start, those of their prompts but the last ones. Rows whose group would share fewer than
+    MIN_SHARED_TOKENS, or has one row only, form one group without sharing.
 
     Args:
-        rows: ids.
-        max_shared: per row, how many of its first tokens may be shared.
-        prefixes: per row, the prefix text that other rows may have too; empty: none.
+        rows: in the order of their items.
         share: False puts all rows into one group without sharing.
     """
-    by_prefix: dict[str, list[int]] = {}
-    for row, prefix in enumerate(prefixes):
-        by_prefix.setdefault(prefix if share else "", []).append(row)
+    by_prefix: dict[str, list[AnyRow]] = {}
+    for row in rows:
+        by_prefix.setdefault(row.prefix if share else "", []).append(row)
     unshared = by_prefix.pop("", [])
     groups = []
     for members in by_prefix.values():
-        shared = min(len(common_start([rows[row] for row in members])), min(max_shared[row] for row in members))
+        shared = min(len(base.common_start([row.ids for row in members])), min(row.start - 1 for row in members))
         if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
-            groups.append(PrefixGroup(shared, members))
+            groups.append((shared, members))
         else:
             unshared += members
     if unshared:
-        groups.append(PrefixGroup(0, unshared))
-    for group in groups:
-        group.rows.sort(key=lambda row: (-len(rows[row]), row))
-    return sorted(groups, key=lambda group: -len(rows[group.rows[0]]))
+        groups.append((0, unshared))
+    for _, members in groups:
+        members.sort(key=lambda row: (-len(row.ids), row.item_index))
+    return sorted(groups, key=lambda group: -len(group[1][0].ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,110 +117,22 @@ class SharedPrefix:
         if self._cache is None:
             return None
         cache = copy.copy(self._cache)
-        cache.layers = [_repeat(layer, rows) for layer in self._cache.layers]
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in cache.layers:
+            layer.keys = layer.keys.expand(rows, -1, -1, -1)
+            layer.values = layer.values.expand(rows, -1, -1, -1)
         return cache
-
-
-def _repeat(layer: Any, rows: int) -> Any:
-    """A cache layer of one row for `rows` rows; the original is not changed."""
-    layer = copy.copy(layer)
-    layer.keys = layer.keys.expand(rows, *layer.keys.shape[1:])
-    layer.values = layer.values.expand(rows, *layer.values.shape[1:])
-    return layer
 
 
 # Greedy completions of a batch, with one forward pass per token for all rows that are not finished.
 #
 # Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, T columns so far.
 
-_MAX_TEXTLESS_TOKENS = 8
-"""Tokens without text of their own that may occur inside a stop text."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A prompt to be completed."""
-
-    item_index: int
-    ids: list[int]
-    max_new_tokens: int
-    """At least 1."""
-
-
-def prompt_rows(
-    encoder: ItemEncoder, items: Sequence[Item], max_new_tokens: int, positions: int | None
-) -> tuple[list[PromptRow], list[tuple[int, Output]]]:
-    """Encodes prompts; returns the rows of those that fit, and (index into `items`, output) for those that are too
-    long.
-
-    Args:
-        max_new_tokens: limit of every completion.
-        positions: maximum tokens of prompt and completion together, which also limits a completion; None: no limit.
-
-    Raises:
-        DataError: an empty prompt, or a chat that the tokenizer's template rejects.
-    """
-    rows, too_long = [], []
-    for index, item in enumerate(items):
-        ids = encoder.encode(item)
-        if positions is None:
-            rows.append(PromptRow(index, ids, max_new_tokens))
-        elif len(ids) >= positions:
-            too_long.append((index, Output(prompt_tokens=len(ids), too_long=True)))
-        else:
-            rows.append(PromptRow(index, ids, min(max_new_tokens, positions - len(ids))))
-    return rows, too_long
-
-
-class StopDetector:
-    """Detects the end of a completion: a stop token, the token limit or a stop text.
-
-    Args:
-        stop: the stop texts.
-    """
-
-    def __init__(self, encoder: ItemEncoder, stop: Sequence[str]):
-        self._encoder, self._stop = encoder, tuple(stop)
-        # A token with text has at least one byte of it, so this many tokens cover every stop text.
-        self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS
-
-    def output(self, row: PromptRow, written: Sequence[int]) -> Output | None:
-        """The output of a row that has ended with its last token, by a stop token, the token limit or a stop text; None
-        while it continues. Call it after every token.
-
-        The text ends before the first stop text. Decoding the last tokens only finds a possible stop text; decoding the
-        whole completion confirms it, because text at the start of a decoded tail can differ.
-
-        Args:
-            written: all generated ids of the row so far; at least one.
-        """
-        ended = written[-1] in self._encoder.stop_ids
-        full = len(written) >= row.max_new_tokens
-        may_stop = self._stop and any(text in self._encoder.decode(written[-self._tail :]) for text in self._stop)
-        if not (ended or full or may_stop):
-            return None
-        whole = self._encoder.decode(written[:-1] if ended else written)
-        starts = [whole.find(text) for text in self._stop if text in whole]
-        if not (ended or full or starts):
-            return None
-        text = whole[: min(starts)] if starts else whole
-        return Output(text, len(written), len(row.ids), truncated=not ended and not starts)
-
-    def first(self, row: PromptRow, written: Sequence[int]) -> Output | None:
-        """The output at the first end in a complete sequence of generated ids, as if `output` had been called after
-        every token; None if it does not end. For engines that may run past a stop text.
-
-        Without stop texts only the end of the sequence is examined, so no earlier token may be a stop token.
-        """
-        counts = range(1, len(written) + 1) if self._stop else [len(written)]
-        outputs = (self.output(row, written[:count]) for count in counts)
-        return next((output for output in outputs if output is not None), None)
-
 
 @torch.no_grad()
 def generate(
-    model: Any, rows: Sequence[PromptRow], prefix: SharedPrefix, stops: StopDetector
-) -> Iterator[tuple[int, Output]]:
+    model: Any, rows: Sequence[base.PromptRow], prefix: SharedPrefix, stops: base.StopDetector
+) -> Iterator[tuple[int, base.Output]]:
     """Yields (`PromptRow.item_index`, output) for greedy completions of one batch, as they end.
 
     1. Pad the rows on the left, so that all of them continue in the same column, and mask the padding.
@@ -255,7 +148,7 @@ def generate(
         prefix: what the rows share; it is not changed. Its length may be 0.
         stops: decides when a row has ended.
     """
-    live, written = list(rows), [[] for _ in rows]  # type: list[PromptRow], list[list[int]]
+    live = [(row, list[int]()) for row in rows]  # that have not ended, with what was generated
     ids, mask = _pad([row.ids[prefix.length :] for row in rows], prefix.length, model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix.length :]
     cache, limit = prefix.cache(len(rows)), length_limit(model.config)
@@ -271,16 +164,17 @@ def generate(
         cache, tokens = result.past_key_values, result.logits[:, -1].argmax(-1)
         continuing = []
         for i, token in enumerate(tokens.tolist()):
-            written[i].append(token)
-            output = stops.output(live[i], written[i])
+            row, written = live[i]
+            written.append(token)
+            output = stops.output(row, written)
             if output is None:
                 continuing.append(i)
             else:
-                yield live[i].item_index, output
+                yield row.item_index, output
         if not continuing:
             return
         if len(continuing) < len(live):
-            live, written = [live[i] for i in continuing], [written[i] for i in continuing]
+            live = [live[i] for i in continuing]
             kept = torch.tensor(continuing, device=ids.device)
             cache.reorder_cache(kept)
             tokens, mask, positions = tokens[kept], mask[kept], positions[kept]
@@ -288,14 +182,14 @@ def generate(
         mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
         positions = positions[:, -1:] + 1
         if limit is not None and (positions == limit.length).any():
-            ids, mask = _pad([[*row.ids, *more] for row, more in zip(live, written)], 0, model.device)
+            ids, mask = _pad([[*row.ids, *more] for row, more in live], 0, model.device)
             positions, cache = (mask.cumsum(-1) - 1).clamp(min=0), None
 
 
 @torch.no_grad()
 def generate_with_transformers(
-    model: Any, rows: Sequence[PromptRow], stops: StopDetector
-) -> Iterator[tuple[int, Output]]:
+    model: Any, rows: Sequence[base.PromptRow], stops: base.StopDetector
+) -> Iterator[tuple[int, base.Output]]:
     """Yields (`PromptRow.item_index`, output) for the completions of one batch, like `generate` but by transformers' own
     `generate`, for models whose cache is not plain. All rows run until the last one has ended; only then is the first
     one yielded.
@@ -303,14 +197,14 @@ def generate_with_transformers(
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     ids, mask = _pad([row.ids for row in rows], 0, model.device)
-    outputs: list[Output | None] = [None] * len(rows)
+    outputs: dict[int, base.Output] = {}
 
     class RowsEnded(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
             for i, written in enumerate(input_ids[:, ids.shape[1] :].tolist()):
-                if outputs[i] is None:
-                    outputs[i] = stops.output(rows[i], written)
-            return torch.tensor([output is not None for output in outputs], device=input_ids.device)
+                if i not in outputs and (output := stops.output(rows[i], written)) is not None:
+                    outputs[i] = output
+            return torch.tensor([i in outputs for i in range(len(rows))], device=input_ids.device)
 
     model.generate(
         ids,
@@ -319,9 +213,8 @@ def generate_with_transformers(
         use_cache=True,
         stopping_criteria=StoppingCriteriaList([RowsEnded()]),
     )
-    for row, output in zip(rows, outputs):
-        assert output is not None, "generation stops only when every row has ended"
-        yield row.item_index, output
+    for i, row in enumerate(rows):  # generation stops only when every row has ended
+        yield row.item_index, outputs[i]
 
 
 def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -332,102 +225,23 @@ def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[T
     return ids, mask
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceRow:
-    """One sequence to run, and the choices that it scores.
-
-    A row is the context followed by all tokens of a choice but the last, which only has to be predicted. Choices that
-    differ only in their last token share a row; choices of one token each share the context alone.
-    """
-
-    item_index: int
-    ids: list[int]
-    start: int
-    """Length of the context."""
-    choices: tuple[tuple[int, list[int]], ...]
-    """(index of the choice, its tokens)."""
-
-
 # Log-likelihoods of the choices of items, batched.
 #
 # Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, N positions whose next
 # token is scored, H hidden size, V vocabulary.
 
 
-def choice_rows(item_index: int, choices: Choices) -> list[ChoiceRow]:
-    """The fewest rows that score every choice of an item; each choice belongs to exactly one of them."""
-    bodies: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
-    for i, ids in enumerate(choices.continuations):
-        bodies.setdefault(tuple(ids[:-1]), []).append((i, ids))
-    start = len(choices.context)
-    return [ChoiceRow(item_index, [*choices.context, *body], start, tuple(members)) for body, members in bodies.items()]
-
-
-@dataclass(slots=True)
-class _Scores:
-    output: Output
-    num_choices: int
-    by_choice: dict[int, float] = field(default_factory=dict)
-    run_tokens: int = 0
-
-
-class ChoiceCollector:
-    """Collects the scores of an item's choices, whose rows may finish at different times."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, _Scores] = {}
-
-    def prepare(
-        self, encoder: ItemEncoder, items: Sequence[Item], positions: int | None
-    ) -> tuple[list[ChoiceRow], list[tuple[int, Output]]]:
-        """Encodes items and registers them for `add`; returns the rows of those that fit, and (index into `items`,
-        output) for those that are too long to run.
-
-        Args:
-            positions: maximum tokens of context and choice together; None: no limit.
-
-        Raises:
-            DataError: an empty prompt, a chat that the tokenizer's template rejects, or a choice that adds no token.
-        """
-        rows: list[ChoiceRow] = []
-        too_long = []
-        for index, item in enumerate(items):
-            choices = encoder.choices(item)
-            num_context, lengths = len(choices.context), [len(ids) for ids in choices.continuations]
-            if positions is not None and max(lengths) > max(positions - num_context, 0):
-                too_long.append((index, Output(prompt_tokens=num_context, too_long=True)))
-                continue
-            output = Output(num_tokens=sum(lengths), prompt_tokens=num_context)
-            self._items[index] = _Scores(output, len(lengths))
-            rows += choice_rows(index, choices)
-        return rows, too_long
-
-    def add(self, item_index: int, sums: Mapping[int, float], run_tokens: int) -> Output | None:
-        """Adds the scores of a row of an item that `prepare` has registered; returns the item's output, with a
-        log-likelihood per choice in their order, once all of them are scored, and None until then.
-
-        Args:
-            sums: index of a choice → sum of its tokens' log-probabilities.
-            run_tokens: tokens of the row that the model ran.
-        """
-        scores = self._items[item_index]
-        scores.by_choice |= sums
-        scores.run_tokens += run_tokens
-        if len(scores.by_choice) < scores.num_choices:
-            return None
-        logprobs = tuple(scores.by_choice[i] for i in range(scores.num_choices))
-        return replace(scores.output, logprobs=logprobs, run_tokens=scores.run_tokens)
-
-
 @torch.no_grad()
-def score(model: Any, rows: Sequence[ChoiceRow], prefix: SharedPrefix) -> list[dict[int, float]]:
-    """Runs a batch; returns, per row, {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
+def score(
+    model: Any, rows: Sequence[base.ChoiceRow], prefix: SharedPrefix
+) -> Iterator[tuple[base.ChoiceRow, dict[int, float]]]:
+    """Runs a batch; yields every row with {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
 
     1. Pad the rows on the right. A causal model never attends to the right, so no mask is needed and the rows directly
        follow the shared prefix. Only a model to which the lengths of texts matter is told where the padding begins.
     2. List the N positions that predict tokens of choices: in each row from the last token of the context on.
     3. Run the model, with its head at these positions only, and take the log-softmax there in fp32.
-    4. Sum the log-probabilities of each choice's tokens.
+    4. Sum the log-probabilities of each choice's tokens, in fp64.
 
     Args:
         rows: at least one; all begin with the tokens of `prefix`, which is shorter than every context.
@@ -443,20 +257,14 @@ def score(model: Any, rows: Sequence[ChoiceRow], prefix: SharedPrefix) -> list[d
         told["position_ids"] = row_positions(model.config, [len(ids) for ids in suffixes], longest, model.device)
     with _head_only_at(model, positions) as select:
         result = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None, **told)
-    return _sums(rows, select(result.logits).float().log_softmax(-1))
-
-
-def _sums(rows: Sequence[ChoiceRow], logprobs: Tensor) -> list[dict[int, float]]:
-    """Sums the log-probabilities of every choice in fp64; returns {index of a choice: sum} per row."""
-    sums, first = [], 0
+    logprobs, first = select(result.logits).float().log_softmax(-1), 0
     for row in rows:
-        by_choice = {}
+        sums = {}
         for i, ids in row.choices:
             column = torch.tensor(ids, device=logprobs.device)[:, None]
-            by_choice[i] = float(logprobs[first : first + len(ids)].gather(1, column).sum(dtype=torch.float64))
-        sums.append(by_choice)
+            sums[i] = float(logprobs[first : first + len(ids)].gather(1, column).sum(dtype=torch.float64))
+        yield row, sums
         first += len(row.ids) - row.start + 1
-    return sums
 
 
 @contextmanager
@@ -465,7 +273,7 @@ def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[
     # Logits of all positions would take R·S·V numbers. Whatever a model does to its logits after the output layer, it
     # does to each position separately, so the restriction does not change them. A model without a separate output
     # layer computes all of them.
-    rows, columns = (torch.tensor(indices, device=model.device) for indices in zip(*positions))
+    rows, columns = torch.tensor(positions, device=model.device).T
     head = model.get_output_embeddings()
     if head is None:
         yield lambda logits: logits[rows, columns]
@@ -481,10 +289,10 @@ def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_DEFAULT = Settings()
+_DEFAULT = base.Settings()
 
 
-class HfBackend:
+class HfBackend(base.Backend):
     """A model and its tokenizer, loaded offline, from safetensors, without running code of the model's folder.
 
     Rows of similar length share a batch, the longest rows first: this keeps padding low and shows at once whether the
@@ -505,13 +313,13 @@ class HfBackend:
             another one.
     """
 
-    def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT, world: World | None = None):
+    def __init__(self, model_dir: str | Path, settings: base.Settings = _DEFAULT, world: World | None = None):
         ranks = 1 if world is None else world.tp
         if settings.tensor_parallel != ranks:
             rule = f"the backend hf needs a rank for every part of the model; this process is one of {ranks}"
             raise ConfigError("tensor_parallel", rule, settings.tensor_parallel)
         self.settings, self._world = settings, world
-        folder = model_folder(model_dir)
+        folder = base.model_folder(model_dir)
         if world is None:
             self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         else:
@@ -532,7 +340,7 @@ class HfBackend:
             ConfigError: as the constructor. If the folder itself is refused, the old model stays; otherwise only
                 `close` may follow.
         """
-        folder = model_folder(folder)
+        folder = base.model_folder(folder)
         self.close()  # two models at once may not fit into memory
         self._load(folder)
 
@@ -543,65 +351,33 @@ class HfBackend:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def generate(
-        self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
-    ) -> Iterator[tuple[int, Output]]:
-        """Yields greedy completions, batch by batch: (index into `items`, output) for every item. Items that are too
-        long to run come first, with `Output.too_long`.
-
-        A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
-        `max_new_tokens` or of the model's positions.
-
-        Raises:
-            DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
-        """
-        limit, positions = length_limit(self.model.config), self.encoder.positions
-        if limit is not None and not self.cache_support.plain:  # transformers would keep keys of the shorter text
-            positions = limit.length
-        rows, too_long = prompt_rows(self.encoder, items, max_new_tokens, positions)
-        yield from too_long
-        stops = StopDetector(self.encoder, stop)
-        max_shared = [len(row.ids) - 1 for row in rows]
-        for batch, prefix in self._batches(rows, max_shared, items, share=self.cache_support.share_padded):
+    def _complete(self, rows: Sequence[base.PromptRow], stops: base.StopDetector) -> Iterator[tuple[int, base.Output]]:
+        """Yields completions, batch by batch."""
+        for batch, prefix in self._batches(rows, share=self.cache_support.share_padded):
             if self.cache_support.plain:
                 yield from generate(self.model, batch, prefix, stops)
             else:
                 yield from generate_with_transformers(self.model, batch, stops)
 
-    def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """Yields the log-likelihoods of every item's `choices`, batch by batch: (index into `items`, output) for every
-        item. Items that are too long to run come first, with `Output.too_long`.
-
-        Raises:
-            DataError: as `generate`, or a choice that adds no token to its prompt.
-        """
-        collector = ChoiceCollector()
-        rows, too_long = collector.prepare(self.encoder, items, self.encoder.positions)
-        yield from too_long
-        max_shared = [row.start - 1 for row in rows]
+    def _score(self, rows: Sequence[base.ChoiceRow]) -> Iterator[tuple[base.ChoiceRow, Mapping[int, float], int]]:
+        """Yields log-likelihoods, batch by batch."""
         counted: SharedPrefix | None = None
-        for batch, prefix in self._batches(rows, max_shared, items, share=self.cache_support.share_aligned):
-            for row, sums in zip(batch, score(self.model, batch, prefix)):
-                run = len(row.ids) if prefix is not counted else len(row.ids) - prefix.length
+        for batch, prefix in self._batches(rows, share=self.cache_support.share_aligned):
+            for row, sums in score(self.model, batch, prefix):
+                yield row, sums, len(row.ids) - (prefix.length if prefix is counted else 0)
                 counted = prefix
-                output = collector.add(row.item_index, sums, run)
-                if output is not None:
-                    yield row.item_index, output
 
-    def _batches(
-        self, rows: Sequence[Any], max_shared: Sequence[int], items: Sequence[Item], *, share: bool
-    ) -> Iterator[tuple[list[Any], SharedPrefix]]:
+    def _batches(self, rows: Sequence[AnyRow], *, share: bool) -> Iterator[tuple[list[AnyRow], SharedPrefix]]:
         """Yields batches of rows, the longest first, with the prefix that they share (maybe empty)."""
-        ids, prefixes = [row.ids for row in rows], [items[row.item_index].prefix for row in rows]
-        for group in group_by_prefix(ids, max_shared, prefixes, share=share):
-            prefix = SharedPrefix(self.model, ids[group.rows[0]][: group.shared])
-            for batch in group.batches(self.settings.batch_size):
-                yield [rows[row] for row in batch], prefix
+        for shared, members in group_by_prefix(rows, share=share):
+            prefix = SharedPrefix(self.model, members[0].ids[:shared])
+            for start in range(0, len(members), self.settings.batch_size):
+                yield members[start : start + self.settings.batch_size], prefix
 
     def _load(self, folder: Path) -> None:
         from transformers import GenerationConfig
 
-        self.folder, self.encoder = folder, ItemEncoder(folder)
+        self.folder, self.encoder = folder, base.ItemEncoder(folder)
         dtype = _DTYPES.get(self.settings.dtype, None if self.device.type == "cuda" else torch.float32)
         if self._world is None:
             self.model = _load_model(folder, dtype or "auto").to(self.device).eval()
@@ -613,6 +389,10 @@ class HfBackend:
         ends = self.encoder.stop_ids
         self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=list(ends), pad_token_id=ends[0])
         self.cache_support = cache_support(self.model)
+        self.positions = self.answer_positions = self.encoder.positions
+        limit = length_limit(self.model.config)
+        if limit is not None and not self.cache_support.plain:  # transformers would keep keys of the shorter text
+            self.answer_positions = limit.length
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.backends.base import ItemEncoder, Output, Settings, model_folder
-from distill_rl.evals.suites.base import Item
+from distill_rl.evals.backends import base
 from distill_rl.models.families import engine_length_problem, length_limit
 from distill_rl.models.files.headers import weight_files
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.vllm import EngineSettings, VllmEngine
+from distill_rl.models.vllm import VllmEngine
 
 log = logging.getLogger(__name__)
 
-_DEFAULT = Settings()
+_DEFAULT = base.Settings()
 _REMEDY = "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards)"
 _ARGUMENTS = {
     "max_model_len": -1,  # the maximum that the model supports and the cache holds
@@ -28,7 +27,7 @@ _ARGUMENTS = {
 }
 
 
-class VllmBackend:
+class VllmBackend(base.Backend):
     """A model in vLLM, which batches requests itself and reuses shared prefixes through its cache.
 
     Decoding is greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder.
@@ -39,64 +38,32 @@ class VllmBackend:
         GpuMemoryError: a GPU has less free memory than the engine's share.
     """
 
-    def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
+    def __init__(self, model_dir: str | Path, settings: base.Settings = _DEFAULT):
         self.settings = settings
-        self.folder = model_folder(model_dir)
-        self.encoder = ItemEncoder(self.folder)
+        self.folder = base.model_folder(model_dir)
+        self.encoder = base.ItemEncoder(self.folder)
         self._shape = _shape_of(self.folder)
-        self._engine: VllmEngine | None = None
         self._start()
-        self._positions = self._max_positions()
 
-    def generate(
-        self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
-    ) -> Iterator[tuple[int, Output]]:
-        """Yields greedy completions as the engine finishes them: (index into `items`, output) for every item. Items
-        that are too long to run come first, with `Output.too_long`.
-
-        A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
-        `max_new_tokens` or of the positions. All prompts are queued at once. A caller that stops iterating aborts the
-        remaining ones.
-
-        Raises:
-            DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
-        """
+    def _complete(self, rows: Sequence[base.PromptRow], stops: base.StopDetector) -> Iterator[tuple[int, base.Output]]:
+        """Yields completions as the engine finishes them. A caller that stops iterating aborts the remaining ones."""
         from vllm import SamplingParams
 
-        from distill_rl.evals.backends.hf import StopDetector, prompt_rows
-
-        rows, too_long = prompt_rows(self.encoder, items, max_new_tokens, self._positions)
-        yield from too_long
         # The stop tokens are the encoder's, whatever vllm reads from the folder.
         ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
-        ends |= {"stop": list(stop), "skip_special_tokens": False} if stop else {"detokenize": False}
+        ends |= {"stop": list(stops.stop), "skip_special_tokens": False} if stops.stop else {"detokenize": False}
         sampling = [SamplingParams(temperature=0, max_tokens=row.max_new_tokens, **ends) for row in rows]
-        stops = StopDetector(self.encoder, stop)
-        for i, result in self._running.run([row.ids for row in rows], sampling):
+        for i, result in self._engine.run([row.ids for row in rows], sampling):
             row, completion = rows[i], result.outputs[0]
             output = stops.first(row, completion.token_ids)
             if output is None:  # vllm's own detokenizer found a stop text that ours does not
-                output = Output(completion.text, len(completion.token_ids), len(row.ids))
+                output = base.Output(completion.text, len(completion.token_ids), len(row.ids))
             yield row.item_index, output
 
-    def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """Yields the log-likelihoods of every item's `choices` as the engine finishes them: (index into `items`,
-        output) for every item. Items that are too long to run come first, with `Output.too_long`. A caller that stops
-        iterating aborts the remaining ones.
-
-        Raises:
-            DataError: as `generate`, or a choice that adds no token to its prompt.
-        """
-        from distill_rl.evals.backends.hf import ChoiceCollector
-
-        collector = ChoiceCollector()
-        rows, too_long = collector.prepare(self.encoder, items, self._positions)
-        yield from too_long
-        for i, result in self._running.run([row.ids for row in rows], [_scoring(row) for row in rows]):
-            run = len(rows[i].ids) - (result.num_cached_tokens or 0)
-            output = collector.add(rows[i].item_index, _sums(rows[i], result), run)
-            if output is not None:
-                yield rows[i].item_index, output
+    def _score(self, rows: Sequence[base.ChoiceRow]) -> Iterator[tuple[base.ChoiceRow, Mapping[int, float], int]]:
+        """Yields log-likelihoods as the engine finishes them. A caller that stops iterating aborts the remaining ones."""
+        for i, result in self._engine.run([row.ids for row in rows], [_scoring(row) for row in rows]):
+            yield rows[i], _sums(rows[i], result), len(rows[i].ids) - (result.num_cached_tokens or 0)
 
     def reload(self, folder: Path) -> None:
         """Replaces the model by that of another folder, with its tokenizer and stop tokens. The previous folder need
@@ -111,28 +78,25 @@ class VllmBackend:
         """
         # Compare with what was read earlier, since the previous folder may be deleted by now.
         shape, tokenizer = self._shape, self.encoder.tokenizer
-        self.folder = model_folder(folder)
-        self.encoder, self._shape = ItemEncoder(self.folder), _shape_of(self.folder)
+        self.folder = base.model_folder(folder)
+        self.encoder, self._shape = base.ItemEncoder(self.folder), _shape_of(self.folder)
         # The engine finds stop texts with its own copy of the tokenizer, so the tokenizers must agree too.
         compatible = shape == self._shape and _decode_alike(tokenizer, self.encoder.tokenizer)
         if not (compatible and self._reload_weights()):
             self.close()
             self._start()
-        self._positions = self._max_positions()
 
     def close(self) -> None:
         """Shuts the engine down, with its processes and its GPU memory; does nothing if none is running."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._engine.close()
 
     def _start(self) -> None:
-        """Starts an engine for `folder` and sets `device`; no engine may be running. Raises as `VllmEngine`."""
-        given = self.settings
-        settings = EngineSettings(given.dtype, given.tensor_parallel, given.gpu_share, given.threads, given.device)
+        """Starts an engine for `folder` and sets what depends on it; no engine may be running. Raises as `VllmEngine`."""
         arguments = _ARGUMENTS | self._context()
-        self._engine = VllmEngine(self.folder, settings, lambda _: arguments, remedy=_REMEDY)
+        self._engine = VllmEngine(self.folder, self.settings, lambda _: arguments, remedy=_REMEDY)
         self.device = "cpu" if self._engine.on_cpu else "cuda"
+        longest = self._engine.max_tokens
+        self.positions = self.answer_positions = min(longest, self.encoder.positions or longest)
 
     def _context(self) -> dict[str, int]:
         """The engine's most tokens, if rotary frequencies depend on it: those of texts up to the original length are used."""
@@ -146,31 +110,21 @@ class VllmBackend:
         rule = engine_length_problem(config, "vLLM", limit.length, limit.length)
         raise ConfigError(f"model {self.folder}", str(rule), remedy="evaluate with backend hf")
 
-    @property
-    def _running(self) -> VllmEngine:
-        assert self._engine is not None
-        return self._engine
-
-    def _max_positions(self) -> int:
-        """Most tokens of prompt and answer together."""
-        longest = self._running.max_tokens
-        return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
-
     def _reload_weights(self) -> bool:
         """Loads the weights of `folder` into the running engine, and forgets cached prefixes."""
         # With tied embeddings vllm (0.32, on CPUs) silently updates the input embedding only.
         if self._has_tied_embeddings():
             return False
         try:
-            self._running.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-            self._running.llm.reset_prefix_cache()
+            self._engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+            self._engine.llm.reset_prefix_cache()
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
             return False  # the weights may be half old, half new
         return True
 
     def _has_tied_embeddings(self) -> bool:
         """Whether input and output embeddings of the engine's model are the same weights, according to its config."""
-        model_config = self._running.llm.llm_engine.model_config
+        model_config = self._engine.llm.llm_engine.model_config
         configs = (model_config.hf_config, model_config.hf_text_config)
         return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 

@@ -6,27 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-from sympy import (
-    Eq,
-    Expr,
-    FiniteSet,
-    I,
-    Intersection,
-    Interval,
-    MatrixBase,
-    MatrixExpr,
-    Ne,
-    Rational,
-    S,
-    Set,
-    Symbol,
-    Union,
-    fraction,
-    nan,
-    together,
-    zoo,
-)
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
@@ -92,10 +73,10 @@ def _expression(text: str) -> Any:
     for pattern, spelling in _REWRITTEN:
         text = pattern.sub(spelling, text)
     value = latex2sympy(text, is_real=None, normalization_config=None, conversion_config=_CASE_COUNTS)
-    if isinstance(value, FiniteSet):
+    if isinstance(value, sympy.FiniteSet):
         return list(value)
-    names: dict[Any, Any] = {call: Symbol(str(call)) for call in value.atoms(AppliedUndef)}
-    return value.xreplace(names | {Symbol("i"): I})
+    names: dict[Any, Any] = {call: sympy.Symbol(str(call)) for call in value.atoms(AppliedUndef)}
+    return value.xreplace(names | {sympy.Symbol("i"): sympy.I})
 
 
 def _fraction(match: re.Match[str]) -> str:
@@ -131,10 +112,10 @@ def same(gold: Any, answer: Any) -> bool:
     if isinstance(gold, list) or isinstance(answer, list):
         ours, theirs = ([value] if not isinstance(value, list) else value for value in (gold, answer))
         return _matched(ours, theirs, same)
-    if isinstance(gold, MatrixBase | MatrixExpr) and isinstance(answer, MatrixBase | MatrixExpr):
+    if all(isinstance(value, sympy.MatrixBase | sympy.MatrixExpr) for value in (gold, answer)):
         gold, answer = gold.doit(), answer.doit()
         return gold.shape == answer.shape and all(map(_same_expression, gold, answer))
-    return isinstance(gold, Expr) and isinstance(answer, Expr) and _same_expression(gold, answer)
+    return isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and _same_expression(gold, answer)
 
 
 def _matched(gold: Sequence[Any], answer: Sequence[Any], equal: Callable[[Any, Any], bool]) -> bool:
@@ -159,7 +140,7 @@ def _same_in_order(gold: Any, answer: Any) -> bool:
 
 def _is_statement(value: Any) -> bool:
     """Whether a value is a set of numbers, or relations."""
-    return isinstance(value, Set) or bool(_relations(value))
+    return isinstance(value, sympy.Set) or bool(_relations(value))
 
 
 def _relations(value: Any) -> list[Any]:
@@ -173,28 +154,28 @@ def _as_set(value: Any) -> Any:
     """The set of numbers that a value is or for which it holds; None if there is none."""
     if isinstance(value, Group):
         open_ends = value.left == "(", value.right == ")"
-        return Interval(*value.items, *open_ends).doit() if len(value.items) == 2 else None
-    if isinstance(value, Set):
+        return sympy.Interval(*value.items, *open_ends).doit() if len(value.items) == 2 else None
+    if isinstance(value, sympy.Set):
         return value.doit()
     if isinstance(value, list):
         sets = [_as_set(part) for part in value]
         if None in sets:
             return None
-        both = Intersection(*sets)
-        return Union(*sets) if isinstance(value, Either) or both is S.EmptySet else both
-    if isinstance(value, And | Relational) and not value.has(Eq) and len(value.free_symbols) == 1:
+        both = sympy.Intersection(*sets)
+        return sympy.Union(*sets) if isinstance(value, Either) or both is sympy.S.EmptySet else both
+    if isinstance(value, And | Relational) and not value.has(sympy.Eq) and len(value.free_symbols) == 1:
         return value.as_set()
     return None
 
 
-def _same_set(gold: Set, answer: Set) -> bool:
+def _same_set(gold: sympy.Set, answer: sympy.Set) -> bool:
     """Whether two sets are equal: as SymPy writes them, or interval by interval."""
 
-    def pieces(value: Set) -> Sequence[Any]:
-        return value.args if isinstance(value, Union) else [value]
+    def pieces(value: sympy.Set) -> Sequence[Any]:
+        return value.args if isinstance(value, sympy.Union) else [value]
 
     def equal(gold: Any, answer: Any) -> bool:
-        if not isinstance(gold, Interval) or not isinstance(answer, Interval):
+        if not isinstance(gold, sympy.Interval) or not isinstance(answer, sympy.Interval):
             return gold == answer
         return gold.args[2:] == answer.args[2:] and all(map(_same_expression, gold.args[:2], answer.args[:2]))
 
@@ -208,13 +189,13 @@ def _same_relation(gold: Any, answer: Any) -> bool:
     sides = [(item.rhs - item.lhs if item.rel_op in flipped else item.lhs - item.rhs).doit() for item in (gold, answer)]
     if len({flipped.get(item.rel_op, item.rel_op) for item in (gold, answer)}) > 1:
         return False
-    equation = isinstance(gold, Eq | Ne)
+    equation = isinstance(gold, sympy.Eq | sympy.Ne)
     if equation:
-        sides = [fraction(together(side))[0] for side in sides]
+        sides = [sympy.fraction(sympy.together(side))[0] for side in sides]
     first: tuple[Any, Any] | None = None
     for point in _points(*sides):
         left, right = (side.xreplace(point).doit() for side in sides)
-        zero = _same_number(left, S.Zero), _same_number(right, S.Zero)
+        zero = _same_number(left, sympy.S.Zero), _same_number(right, sympy.S.Zero)
         if zero == (False, False):
             first = first or (left, right)
             if _same_number(left * first[1], right * first[0]) is False:
@@ -226,7 +207,7 @@ def _same_relation(gold: Any, answer: Any) -> bool:
 
 def _same_expression(gold: Any, answer: Any) -> bool:
     """Whether two expressions are equal: as numbers, or wherever both are real at some values of their unknowns."""
-    real = not gold.has(I) and not answer.has(I)
+    real = not gold.has(sympy.I) and not answer.has(sympy.I)
     verdicts = []
     for point in _points(gold, answer):
         left, right = (side.xreplace(point).doit() for side in (gold, answer))
@@ -242,10 +223,10 @@ def _points(*sides: Any) -> list[Mapping[Any, Any]]:
     if not unknowns:
         return [{}]
     kinds = (
-        lambda n: Rational(7 * n + 3),
-        lambda n: Rational(7 * n + 3, 7 * n + 8),
-        lambda n: Rational(7 * n + 19, 6) * (-1) ** n,
-        lambda n: Rational(7 * n + 3, -11),
+        lambda n: sympy.Rational(7 * n + 3),
+        lambda n: sympy.Rational(7 * n + 3, 7 * n + 8),
+        lambda n: sympy.Rational(7 * n + 19, 6) * (-1) ** n,
+        lambda n: sympy.Rational(7 * n + 3, -11),
     )
     return [{unknown: value(n) for n, unknown in enumerate(unknowns)} for value in kinds]
 
@@ -253,14 +234,14 @@ def _points(*sides: Any) -> list[Mapping[Any, Any]]:
 def _same_number(gold: Any, answer: Any) -> bool | None:
     # Whether two evaluated numbers are equal: rational ones exactly, others in all digits that are computed (DIGITS); None if either is
     # undefined.
-    if gold.has(nan, zoo) or answer.has(nan, zoo):
+    if gold.has(sympy.nan, sympy.zoo) or answer.has(sympy.nan, sympy.zoo):
         return None
     if gold.is_infinite or answer.is_infinite:
         return gold == answer
     difference = (gold - answer).doit()
     if difference.is_Rational:
         return difference == 0
-    digits = DIGITS + sum(max(map(int.bit_length, map(int, (n.p, n.q)))) for n in difference.atoms(Rational)) // 3
+    digits = DIGITS + sum(max(map(int.bit_length, map(int, (n.p, n.q)))) for n in difference.atoms(sympy.Rational)) // 3
     for part in (difference,) if difference.is_real else difference.as_real_imag():
         try:
             if part.evalf(2, maxn=digits, strict=True) != 0:

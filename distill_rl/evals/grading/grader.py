@@ -79,10 +79,10 @@ class Grader:
         """Tasks to be graded again."""
         self._num_running = 0
         self._runs_alone = False
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         """Notified when a task arrives or ends, and when the pool is closed."""
-        self._children: set[Child] = set()
+        self._children: dict[int, Child] = {}
+        """By the thread that started it."""
         self._closed = False
         self._threads = [threading.Thread(target=self._serve, name=f"grader-{n}", daemon=True) for n in range(workers)]
         for thread in self._threads:
@@ -130,7 +130,7 @@ class Grader:
         deadline = time.monotonic() + 2 * REAP_S
         with self._changed:
             self._closed = True
-            for child in self._children:
+            for child in self._children.values():
                 child.kill()
             rest = [*self._waiting, *self._late]
             self._waiting.clear()
@@ -143,31 +143,25 @@ class Grader:
                 task.future.set_running_or_notify_cancel()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            return
-        for child in tuple(self._children):
-            self._end(child)
 
     def _serve(self) -> None:
         """The loop of one thread: takes tasks and grades them with one child, until the pool is closed; then ends the child."""
         # Every task's future gets a result, an exception or a cancellation. `close` unblocks it in both of its waits: for a task by a
         # notification, for the child by killing it.
-        child: Child | None = None
         while (task := self._next_task()) is not None:
             again = False
             if task.is_late or task.future.set_running_or_notify_cancel():
                 try:
-                    graded, child = self._grade(task, child)
+                    graded = self._grade(task)
                 except BaseException as error:
-                    self._end(child)
-                    child = None
+                    self._end()
                     task.future.set_exception(CancelledError() if self._closed else error)
                 else:
                     again = graded.outcome == "grader_timeout" and not task.is_late
                     if not again:
                         task.future.set_result(graded)
             self._put_back(task, again)
-        self._end(child)
+        self._end()
 
     def _next_task(self) -> _Task | None:
         """Waits for a task that may run now; None once the pool is closed. Late tasks run when nothing else does."""
@@ -193,74 +187,71 @@ class Grader:
                 self._late.append(replace(task, is_late=True))
             self._changed.notify_all()
 
-    def _grade(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
-        """Has an item judged; returns its outcome, and the child if it can be used for the next one, otherwise None."""
+    def _grade(self, task: _Task) -> Graded:
+        """Has an item judged by this thread's child; returns its outcome."""
         # A child that exceeds its time or memory, crashes, or asks to be replaced is ended; failures after the item has begun are its
         # outcome.
-        child = self._child_with_item(task, child)
+        child = self._child_with_item(task)
         try:
             reply = child.read(self.hang_s)
         except ChildHangs:
-            self._end(child)
-            return Graded("grader_timeout", detail=f"no sign of life for {self.hang_s:g} s"), None
+            self._end()
+            return Graded("grader_timeout", detail=f"no sign of life for {self.hang_s:g} s")
         except ChildEnded:
-            code = self._end(child)
+            code = self._end()
             if self._closed:
                 raise
             if code == -signal.SIGPROF:
-                return Graded("grader_timeout", detail=f"more than {self.deadline_s:g} s of processor time"), None
-            return Graded("grader_failed", detail=_exit_reason(code)), None
+                return Graded("grader_timeout", detail=f"more than {self.deadline_s:g} s of processor time")
+            return Graded("grader_failed", detail=_exit_reason(code))
         if reply.get("last", True):
-            self._end(child)
-            child = None
-        return _outcome(reply), child
+            self._end()
+        return _outcome(reply)
 
-    def _child_with_item(self, task: _Task, child: Child | None) -> Child:
-        # Sends the item to a child and returns that child once it has loaded the suite and begun with the item: the given one, or a new one
-        # if there is none or it fails. Children that fail are ended.
+    def _child_with_item(self, task: _Task) -> Child:
+        # Sends the item to this thread's child, or to a new one if there is none or it fails, and returns that child once it has loaded
+        # the suite and begun with the item. Children that fail are ended.
         item = {name: getattr(task.item, name) for name in Item.__dataclass_fields__}
         request = json.dumps({"suite": task.suite, "item": item, "completion": task.completion}, default=dict)
         reason = ""
         for _ in range(MAX_STARTS):
-            child = child or self._start()
+            child = self._child()
             try:
                 request_id = child.send(request, START_S)
                 reply = child.read(START_S)
             except (ChildHangs, ChildEnded) as error:
-                code = self._end(child)
-                child = None
+                code = self._end()
                 if self._closed:
                     raise
                 reason = f"no sign of life for {START_S:g} s" if isinstance(error, ChildHangs) else _exit_reason(code)
                 continue
             if "broken" in reply:
-                self._end(child)
-                raise WorkerError(
-                    "grader", f"its processes must be able to load the suite {task.suite}", reply["broken"]
-                )
+                rule = f"its processes must be able to load the suite {task.suite}"
+                raise WorkerError("grader", rule, reply["broken"])
             if reply.get("begun") == request_id:
                 return child
-            self._end(child)
-            child, reason = None, "no valid reply"
+            self._end()
+            reason = "no valid reply"
         rule = f"its processes must start (python -m distill_rl.evals.grading.judge); tried {MAX_STARTS}"
         raise WorkerError("grader", rule, reason)
 
-    def _start(self) -> Child:
-        """Starts a child and registers it, so that `close` kills it."""
-        with self._lock:
+    def _child(self) -> Child:
+        """This thread's child; starts it if there is none, and registers it, so that `close` kills it."""
+        thread = threading.get_ident()
+        with self._changed:
             if self._closed:
                 raise CancelledError
-            child = Child("distill_rl.evals.grading.judge", self.deadline_s, self.memory_bytes)
-            self._children.add(child)
-            return child
+            if thread not in self._children:
+                self._children[thread] = Child("distill_rl.evals.grading.judge", self.deadline_s, self.memory_bytes)
+            return self._children[thread]
 
-    def _end(self, child: Child | None) -> int | None:
-        """Kills a child and its own children and waits for it; returns its exit code, None if it still exists, or 0 if `child` is None."""
-        if child is None:
-            return 0
-        with self._lock:
+    def _end(self) -> int | None:
+        """Kills this thread's child and its own children and waits for it; returns its exit code, None if it still exists, 0 without one."""
+        with self._changed:
             # Reaping frees the process id for reuse; once the child is discarded, `close` cannot kill that id any more.
-            self._children.discard(child)
+            child = self._children.pop(threading.get_ident(), None)
+            if child is None:
+                return 0
             child.kill()
         return child.reap()
 

@@ -1,4 +1,4 @@
-"""The protocol of a suite.
+"""What a suite is.
 
 To add one, write a class like `exact_match.ExactMatch` and list it in `registry._ALL`; or keep it in a file of your own
 that ends with `SUITE = MySuite()`, and pass the path of that file in place of a suite's name.
@@ -6,10 +6,10 @@ that ends with `SUITE = MySuite()`, and pass the path of that file in place of a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 Prompt = str | tuple[Mapping[str, str], ...]
 """Plain text that the model continues, or chat messages ({role, content}) that end with a user turn."""
@@ -56,23 +56,25 @@ class Questions:
     """One line for each difference from the published data, in count or content."""
 
 
-class Suite(Protocol):
-    """Loads questions and judges completions."""
+@dataclass(slots=True)
+class Suite(ABC):
+    """Loads questions and judges completions. A suite of a user's file need not be of this class."""
 
     name: str
     title: str
     """One line for lists: the questions, the prompt and the scoring."""
-    num_fewshot: int
+    num_fewshot: int = 0
     """Default number of worked examples in front of each question."""
-    max_fewshot: int
+    max_fewshot: int = 0
     """Maximum number of worked examples; 0: the suite takes none."""
-    chat: bool
+    chat: bool = False
     """Whether the prompts are chat messages, which need a chat template."""
-    max_new_tokens: int | None
+    max_new_tokens: int | None = None
     """Token limit of a completion; None: slightly more than the longest answer."""
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
     """Texts that end a completion and are not part of it."""
 
+    @abstractmethod
     def load(self, data: Path, num_fewshot: int) -> Questions:
         """Loads the questions from a suite's file, or from a folder that holds the data of several suites.
 
@@ -83,8 +85,8 @@ class Suite(Protocol):
             DataError: no data, missing columns, or bad rows, one line each; or more worked examples requested than the
                 data contain.
         """
-        ...
 
+    @abstractmethod
     def judge(self, item: Item, completion: str) -> Verdict:
         """Judges the text that the model generated after the prompt, without special tokens; called only for items
         without choices.
@@ -92,20 +94,6 @@ class Suite(Protocol):
         Runs in a child process with a deadline, so it may call code that hangs on hostile text. An exception costs this
         item only, which then scores 0.
         """
-        ...
-
-
-@dataclass(slots=True)
-class SuiteSettings:
-    """The attributes of `Suite`, with defaults: a base for suites that are dataclasses."""
-
-    name: str
-    title: str
-    num_fewshot: int = 0
-    max_fewshot: int = 0
-    chat: bool = False
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
 
 
 def resolve_num_fewshot(suite: Suite, requested: int | None) -> int:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from distill_rl.errors import DataError
 from distill_rl.evals.data import Row, content_sha256, convert_rows, read_rows, require_unicode, required_text
-from distill_rl.evals.suites.base import Item, Prompt, Questions, Verdict
+from distill_rl.evals.suites.base import Item, Prompt, Questions, Suite, Verdict
 
 
-class ExactMatch:
+@dataclass(slots=True)
+class ExactMatch(Suite):
     """Reads jsonl: `{"messages": [… the user's turn], "answer": "…"}` or `{"prompt": "…", "answer": "…"}`,
-    each with an optional `"task"` for the breakdown of the score."""
+    each with an optional `"task"` for the breakdown of the score. The encoder reports a chat without a chat template."""
 
-    name = "exact_match"
-    title = "your own questions: the completion must equal the answer"
-    num_fewshot = 0
-    max_fewshot = 0
-    chat = False
-    """Rows may be chats; the encoder reports a missing chat template."""
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    name: str = "exact_match"
+    title: str = "your own questions: the completion must equal the answer"
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
-        """Reads the questions from a file that `read.read_rows` can read, or from `exact_match.jsonl` in a folder.
+        """Reads the questions from a file that `data.read_rows` can read, or from `exact_match.jsonl` in a folder.
 
         Each row has an `answer`, either a `prompt` (text) or `messages` (a chat that ends with a user turn), and maybe
         a `task`. An item's id is `<file name>:<line>`. The content hash counts every character, white space included.

@@ -15,22 +15,18 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.evals.suites import gsm8k, math, mmlu
+from distill_rl.evals.suites import published
 from distill_rl.evals.suites.base import Item, Questions, Suite
 from distill_rl.evals.suites.exact_match import ExactMatch
 from distill_rl.system.files import MAX_NAME_BYTES, name_problem, sha256
 
-_ALL: tuple[Suite, ...] = (*math.SUITES, *mmlu.SUITES, *gsm8k.SUITES, ExactMatch())
+_ALL: tuple[Suite, ...] = (*published.MATH_SUITES, *published.MMLU_SUITES, *published.GSM8K_SUITES, ExactMatch())
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
 
 MAX_PROBLEMS = 20
 """Problems in the items of a user's suite that are reported."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _is_number(value: object, least: int = 0) -> bool:
@@ -45,22 +41,20 @@ def _tuple_of(kind: type) -> Callable[[object], bool]:
     return lambda value: isinstance(value, tuple) and all(isinstance(member, kind) for member in value)
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
 def _is_prompt(value: object) -> bool:
     """Whether a value is a text, or a non-empty tuple of messages {role, content} whose values are texts."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, tuple) and len(value) > 0 and all(map(_is_message, value))
+    if not isinstance(value, tuple):
+        return isinstance(value, str)
+    messages = [message if isinstance(message, Mapping) else {} for message in value]
+    return bool(messages) and all(isinstance(one.get(key), str) for one in messages for key in ("role", "content"))
 
 
 _Rules = Mapping[str, tuple[str, Callable[[object], bool]]]
 """Attribute → (rule, as it completes "must be …"; check)."""
+_TEXT = "a text", lambda value: isinstance(value, str)
 _OF_SUITE: _Rules = MappingProxyType({
     "name": (f"letters, digits, _, - and ., {MAX_NAME_BYTES} bytes at most, and not the name of a built-in suite", _is_name),
-    "title": ("a text", _is_text),
+    "title": _TEXT,
     "num_fewshot": ("a whole number, 0 or more", _is_number),
     "max_fewshot": ("a whole number, 0 or more", _is_number),
     "chat": ("True or False", lambda value: isinstance(value, bool)),
@@ -72,15 +66,15 @@ _OF_SUITE: _Rules = MappingProxyType({
 _OF_QUESTIONS: _Rules = MappingProxyType({
     "items": ("a tuple of Item", _tuple_of(Item)),
     "files": ("a tuple of Path", _tuple_of(Path)),
-    "content_sha256": ("a text", _is_text),
+    "content_sha256": _TEXT,
     "warnings": ("a tuple of texts", _tuple_of(str)),
 })  # fmt: skip
 _OF_ITEM: _Rules = MappingProxyType({
-    "id": ("a text", _is_text),
+    "id": _TEXT,
     "prompt": ("a text, or a tuple of messages {role, content}", _is_prompt),
-    "answer": ("a text", _is_text),
-    "task": ("a text", _is_text),
-    "prefix": ("a text", _is_text),
+    "answer": _TEXT,
+    "task": _TEXT,
+    "prefix": _TEXT,
     "choices": ("a tuple of texts", _tuple_of(str)),
 })  # fmt: skip
 
@@ -109,13 +103,9 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
     if not names:
         raise ConfigError("suites", "must name at least one", "none", f"choose from {', '.join(SUITES)}")
     unknown = [name for name in dict.fromkeys(names) if not name.endswith(".py") and name not in SUITES]
-    problems = []
-    if unknown:
-        problems.append(str(_unknown(", ".join(unknown))))
+    problems = [str(_unknown(", ".join(unknown)))] if unknown else []
     suites: dict[str, Suite] = {}
-    for name in dict.fromkeys(names):
-        if name in unknown:
-            continue
+    for name in [name for name in dict.fromkeys(names) if name not in unknown]:
         try:
             suite = find(name)
         except ConfigError as error:
@@ -152,8 +142,7 @@ def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
         raise
     except (Exception, SystemExit) as error:
         raise _failed(path, "load() must work", error) from error
-    problems = _question_problems(f"suite {path}", questions)
-    if problems:
+    if problems := _question_problems(f"suite {path}", questions):
         raise ConfigError.many(problems)
     return questions
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import LeadingExecutor, LocalExecutor, SuiteTask, follow
+from distill_rl.evals.executor import LocalExecutor, SuiteTask
 from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import GroupMember, see_assigned_gpus
@@ -98,8 +98,7 @@ class EvalWorker(GroupMember):
 
     def follow(self) -> None:
         """Runs this rank's part of the models that the first rank evaluates, until it is done with `evaluate`."""
-        assert self._world is not None
-        follow(self._executor, self._world)
+        self._executor.follow()
 
     def evaluate(
         self, model: Model, suites: Sequence[str], data: Path, options: Options, num_samples: int
@@ -121,7 +120,7 @@ class EvalWorker(GroupMember):
         loaded = self._questions(suites, data, options)
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
-        executor = self._executor if self._world is None else LeadingExecutor(self._executor, self._world)
+        executor = self._executor if self._world is None else self._executor.lead()
         try:
             with FileProgress(progress_file(model.out)) as progress:
                 results = evaluate_models([model], loaded, options, executor, progress)[model.name]

@@ -7,15 +7,17 @@ import pytest
 from distill_rl.errors import DataError
 from distill_rl.evals.data import (
     MAX_PROBLEMS,
-    ContentIds,
+    PublishedSplit,
     Row,
     content_sha256,
     convert_rows,
+    make_questions,
     read_rows,
     require_columns,
     require_unicode,
     required_text,
 )
+from distill_rl.evals.suites.base import Item
 from tests.helpers.eval_forms import write
 
 ROWS = [{"Question": "zwei\nZeilen, “so”", "answer": "4"}, {"Question": "∀x", "answer": "5"}]
@@ -130,9 +132,13 @@ def test_exact_content_hash_ignores_only_order() -> None:
 
 
 def test_ids_follow_content_and_count_repetitions() -> None:
-    one, other = ContentIds(), ContentIds()
-    assert [one("a", "b"), one("c"), one("a", "b")] == [name := other("a", "b"), other("c"), f"{name}-2"]
-    assert len(name) == 12
+    def ids(*rows: tuple[str, ...]) -> list[str]:
+        questions = make_questions(rows, tuple, lambda name, row: Item(name, "", ""), [], PublishedSplit("x", 0, ""))
+        return [item.id for item in questions.items]
+
+    first, other = ids(("a", "b"), ("c",))
+    assert ids(("c",), ("a", "b"), ("a ", "b")) == [other, first, f"{first}-2"]
+    assert len(first) == 12
 
 
 def test_text_must_be_encodable() -> None:

@@ -16,7 +16,7 @@ from distill_rl.evals.executor import LocalExecutor
 from distill_rl.evals.grading.grader import Graded
 from distill_rl.evals.options import Options, load_questions
 from distill_rl.evals.results import wilson
-from distill_rl.evals.run import Model, _PendingGrades, evaluate_models
+from distill_rl.evals.run import Model, _rest, evaluate_models
 from distill_rl.evals.suites.base import Item, Verdict
 from distill_rl.evals.suites.registry import SUITES
 from tests.helpers.models import write_tiny_model
@@ -193,28 +193,27 @@ class PlayedGrader:
         return self.futures[-1]
 
 
-def pending_grades(longest_s: float, moments: Iterator[int | None]) -> _PendingGrades:
-    """Two items whose grades are awaited; at each look, the grade of the item that `moments` names next arrives."""
+def awaited(longest_s: float, moments: Iterator[int | None]) -> Iterator[list[str]]:
+    """The ids of two items whose grades are awaited; at each look, the grade of the item that `moments` names next arrives."""
     grader = PlayedGrader(longest_s)
 
     def interrupted() -> None:
         if (number := next(moments)) is not None:
             grader.futures[number].set_result(Graded("judged", Verdict(1.0, "")))
 
-    pending = _PendingGrades("exact_match", grader, interrupted)
-    for name in "ab":
-        pending.submit(Item(name, "a question", "an answer"), Output("an answer"))
-    return pending
+    items, output = [Item(name, "a question", "an answer") for name in "ab"], Output("an answer")
+    pending = {grader.submit("exact_match", item, output.text): (item, output) for item in items}
+    for rows in _rest(pending, grader, interrupted):
+        yield [row["id"] for row in rows]
 
 
 def test_the_time_for_a_grade_starts_anew_with_each_that_arrives() -> None:
-    pending = pending_grades(60.0, iter([1, None, None, 0]))
-    assert [[row["id"] for row in rows] for rows in pending.rest()] == [["b"], ["a"]]
+    assert list(awaited(60.0, iter([1, None, None, 0]))) == [["b"], ["a"]]
 
 
 def test_a_grader_that_is_silent_for_too_long_ends_the_evaluation() -> None:
-    rest = pending_grades(0.1, iter([0, None, None, None])).rest()
-    assert [row["id"] for row in next(rest)] == ["a"]
+    rest = awaited(0.1, iter([0, None, None, None]))
+    assert next(rest) == ["a"]
     with pytest.raises(WorkerError, match=r"grader: must judge an item within 0\.1 s; got no verdict"):
         next(rest)
 

@@ -245,9 +245,8 @@ def test_likelihoods_of_a_batch_are_those_of_each_choice_alone(longrope: Path) -
         items = prompts(backend)
         found = dict(backend.choose(items))
         for i, item in enumerate(items):
-            choices = backend.encoder.choices(item)
-            context = list(choices.context)
-            for continuation, got in zip(choices.continuations, found[i].logprobs):
+            context, continuations = backend.encoder.choices(item)
+            for continuation, got in zip(continuations, found[i].logprobs):
                 # The last token is only predicted, so the text that the model reads ends before it.
                 ids = np.array([*context, *continuation])
                 _, logits = alone(longrope, ids[:-1])

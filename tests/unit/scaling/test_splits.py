@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.facts import StepFacts
-from distill_rl.scaling.model import CARDS, Cluster, Network, Work, student_time, teacher_time
+from distill_rl.scaling.model import CARDS, Cluster, Network, Step, student_time, teacher_time
 from distill_rl.scaling.splits import MEMORY_SHARE, Split, candidates, predict, rank, work_of
 from tests.unit.scaling.conftest import FACTS, LARGE, SMALL
 
-WORK = Work(rows=64, length=2048, micro_batch=2, top_k=64)
+WORK = Step(rows=64, length=2048, micro_batch=2, top_k=64)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8, 64])

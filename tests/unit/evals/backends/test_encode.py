@@ -9,8 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.backends.base import ItemEncoder, Settings, common_start, model_folder
-from distill_rl.evals.backends.hf import HfBackend, prompt_rows
+from distill_rl.evals.backends.base import ItemEncoder, Settings, common_start, model_folder, prompt_rows
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -52,8 +52,8 @@ def test_end_tokens_that_the_author_wrote_stay(tmp_path: Path) -> None:
         for text, ends in (("ka", 0), ("ka</s>", 1), ("ka</s></s>", 2)):
             words = tiny_tokenizer()("ka", add_special_tokens=False)["input_ids"]
             assert encoder.encode(Item("row", text, "")) == begin + words + [1] * ends
-            choices = encoder.choices(Item("row", text, "A", choices=(" A", " B")))
-            assert choices.context == begin + words + [1] * ends
+            context, _ = encoder.choices(Item("row", text, "A", choices=(" A", " B")))
+            assert context == begin + words + [1] * ends
 
 
 def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: ItemEncoder) -> None:
@@ -66,10 +66,10 @@ def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: ItemEncode
 def test_choices_continue_the_prompt_without_end_token(tmp_path: Path) -> None:
     encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     item = Item("row", "ka lo:", "A", choices=(" A", " B"))
-    choices = encoder.choices(item)
-    assert choices.context == encoder.encode(item)
+    context, continuations = encoder.choices(item)
+    assert context == encoder.encode(item)
     plain = tiny_tokenizer()
-    assert choices.continuations == tuple(plain(choice)["input_ids"] for choice in item.choices)
+    assert continuations == [plain(choice)["input_ids"] for choice in item.choices]
 
 
 def test_tokens_across_the_prompts_end_belong_to_the_choices(tmp_path: Path) -> None:
@@ -79,16 +79,16 @@ def test_tokens_across_the_prompts_end_belong_to_the_choices(tmp_path: Path) -> 
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=fast))
-    choices = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
-    assert choices.context == [8, 3], "the space may merge with the next token"
-    assert choices.continuations == ([7], [4, 6])
+    context, continuations = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
+    assert context == [8, 3], "the space may merge with the next token"
+    assert continuations == [[7], [4, 6]]
 
 
 def test_tokens_shared_by_all_choices_are_still_scored(encoder: ItemEncoder) -> None:
-    choices = encoder.choices(Item("row", "ka:", "A", choices=(" (A", " (B")))
+    context, continuations = encoder.choices(Item("row", "ka:", "A", choices=(" (A", " (B")))
     space = encoder.tokenizer(" (")["input_ids"]
-    assert choices.context == encoder.encode(Item("row", "ka:", ""))
-    assert all(ids[: len(space)] == space for ids in choices.continuations)
+    assert context == encoder.encode(Item("row", "ka:", ""))
+    assert all(ids[: len(space)] == space for ids in continuations)
 
 
 @pytest.mark.parametrize(
