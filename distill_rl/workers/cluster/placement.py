@@ -473,5 +473,3 @@ def tell(others: Queue, file: Path | None = None) -> None:
     say(f"waiting   {others}")
     if file is not None:
         write_json(file, {"place": others.place})
-
-
