@@ -59,9 +59,8 @@ def named(calls, *refs):
 
 def test_results_keep_the_order_of_the_calls(workers):
     calls, student, teacher = workers
-    assert calls.gather(
-        [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
-    ) == [1, 2, 3]
+    made = {student.echo.remote(1): "student", teacher.echo.remote(2): "big", student.echo.remote(3): "student"}
+    assert calls.gather(made, what="x", timeout_s=60) == [1, 2, 3]
 
 
 def test_a_wait_is_interrupted_for_other_calls(workers, tmp_path):
@@ -77,7 +76,7 @@ def test_a_wait_is_interrupted_for_other_calls(workers, tmp_path):
 
     waiting = student.wait_for.remote(str(tmp_path / "done"))
     assert calls.gather(
-        [waiting],
+        {waiting: "student"},
         what="x",
         timeout_s=12,
         meanwhile=make_the_next_call,
