@@ -236,7 +236,7 @@ def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> A
 
         return closing(LocalExecutor())
     from distill_rl.config.schema import RayConfig
-    from distill_rl.workers.evaluation.executor import RayExecutor, Shards
+    from distill_rl.workers.evaluation import RayExecutor, Shards
 
     shards = Shards(options.shards, options.gpus_per_shard, RayConfig(address=options.address), options.deadline_s)
     logs = None if out is None else out / "logs"

@@ -41,9 +41,9 @@ from distill_rl.run.start import ROLES, Roles, RunActors, start_actors
 from distill_rl.run.steps import Learning, Pace, SkippedRows, advice, moved_rate, settled
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
-from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
 from distill_rl.workers.cluster.hosts import HostLost
-from distill_rl.workers.evaluation.evaluations import Evaluations
+from distill_rl.workers.cluster.telemetry import GaugeSink, write_targets
+from distill_rl.workers.evaluation import Evaluations
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 
 log = logging.getLogger(__name__)

@@ -177,7 +177,7 @@ def _train(run: OpenedRun, paths: RunPaths, signals: Signals, facts: Facts, comm
 
 
 def _score_export(driver: Driver) -> None:
-    from distill_rl.workers.evaluation.evaluations import scores
+    from distill_rl.workers.evaluation import scores
 
     export = driver.job.paths.export
     results = driver.evaluations.score(export, driver.state.step)

@@ -29,25 +29,24 @@ from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
 from distill_rl.workers.cluster.hosts import Hosts
-from distill_rl.workers.cluster.places.placement import (
+from distill_rl.workers.cluster.placement import (
     EVALUATOR,
     PlacementPlan,
+    Reserved,
     actor_names,
     evaluator_names,
     place_actors,
+    reserve,
+    tell,
 )
-from distill_rl.workers.cluster.places.reservation import Reserved, reserve, tell
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import capacity, describe, nodes, ray_session, this_node
-from distill_rl.workers.cluster.timeline import write_timeline
+from distill_rl.workers.cluster.telemetry import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
-from distill_rl.workers.pipeline.capture_group import CaptureGroup
-from distill_rl.workers.pipeline.connect import Connector
-from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.student_group import StudentGroup, StudentRecovery
+from distill_rl.workers.pipeline.pipeline import Connector, Pipeline
+from distill_rl.workers.pipeline.recovery import Starting, StudentRecovery, TeacherRecovery
+from distill_rl.workers.pipeline.student_group import CaptureGroup, StudentGroup
 from distill_rl.workers.pipeline.sub_batch import Teachers
-from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
-from distill_rl.workers.starting import Starting
 
 THREADS = "DISTILL_RL_THREADS"
 """Variable with the most threads of a rank, which the quickstart sets for models that more of them slow down."""
@@ -130,7 +129,7 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
         before = starting.restarts["teacher"]
         recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline, before)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the batch
-        yield CaptureActors(pipeline, CaptureGroup(job.config, actors.teachers, calls, pipeline, recovery), calls)
+        yield CaptureActors(pipeline, CaptureGroup(job.config, calls, pipeline, recovery, actors.teachers), calls)
         stop([group for _, group in actors.teachers])
 
 
@@ -216,7 +215,7 @@ def _connect(
     pipeline = Pipeline(_pool(job, actors.aligners, calls, before["aligner"]), actors.teachers, job.plan, rings)
     names = set(readers.names)
     recovery = TeacherRecovery(config, actors.teachers, names, calls, connector, pipeline, before["teacher"])
-    student = StudentGroup(readers, config, calls, timer, pipeline, recovery)
+    student = StudentGroup(config, calls, pipeline, recovery, readers, timer)
     restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery, before["student"])
     return RunActors(pipeline, student, restarts, actors.evaluator, calls)
 

@@ -37,8 +37,6 @@ from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
 from distill_rl.transport.ring import (
     OpenedRing,
     RingTransport,
-    SlotReader,
-    SlotWriter,
     WrittenRing,
     round_up,
     slot_stride,
@@ -120,24 +118,17 @@ def check_export(arguments: Sequence[Any]) -> None:
         arguments: those that torch's `reduce_tensor` gives for a tensor on a GPU.
     """
     if (kind := arguments[_HANDLE][1:2]) != b"c":  # "e": expandable segments, turned on inside the program
-        raise TransportError(
-            "transport cuda_ipc",
-            "the buffer must be memory of cudaMalloc",
-            f"an allocation of kind {kind!r}",
-            "turn expandable segments off, or use transport=object_store",
-        )
+        rule, value = "the buffer must be memory of cudaMalloc", f"an allocation of kind {kind!r}"
+        remedy = "turn expandable segments off, or use transport=object_store"
+        raise TransportError("transport cuda_ipc", rule, value, remedy)
     if offset := arguments[_OFFSET]:
         raise _not_alone(f"the part from byte {offset} of a larger one")
 
 
 def _not_alone(value: str) -> TransportError:
     """The error for a ring that shares its allocation; `value` says what it is instead. It is not raised here."""
-    return TransportError(
-        "transport cuda_ipc",
-        "a ring must be an allocation of its own, because readers map the whole allocation",
-        value,
-        "use transport=object_store",
-    )
+    rule = "a ring must be an allocation of its own, because readers map the whole allocation"
+    return TransportError("transport cuda_ipc", rule, value, "use transport=object_store")
 
 
 def import_buffer(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
@@ -205,7 +196,7 @@ class _Exported:
     """Handles of the `written` events."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Written(WrittenRing):
     control: Segment
     """The ring's words."""
@@ -216,7 +207,7 @@ class _Written(WrittenRing):
     """By reader, from the moment its receipt is accepted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Opened(OpenedRing):
     control: Segment
     written: list[torch.cuda.Event]
@@ -318,7 +309,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
                 accepted; this side writes no ring.
         """
         written = self._writing_side()
-        if unknown := set(written.writer.readers_of(slot.index)) - written.finished.keys():
+        if unknown := set(written.readers_of(slot.index)) - written.finished.keys():
             rule = "the receipts of its readers must be accepted before it is written again"
             raise TransportError(f"slot {slot.index}", rule, f"none of {sorted(unknown)}")
         return super().publish(slot, tensors, layout)
@@ -336,7 +327,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         opened, index = self._ring_of(handle), handle.slot.index
         slot = f"slot {index}"
         opened.require_writer(slot, ALIVE)  # the driver may give a dead writer's memory to others at any time
-        with opened.reader.reading(handle):
+        with opened.reading(handle):
             wait_for(opened.written[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is written")
             for stream in opened.streams(self._device):
                 stream.wait_event(opened.written[index])  # reached by now; it makes the copy visible to the stream
@@ -386,8 +377,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         try:
             return _open_ring(exported, offer, gpu, self._device)
         except (OSError, RuntimeError) as error:
-            reason = first_line(error)
-            raise TransportError(offer.ring_name, "its GPU memory must open here", reason) from error
+            raise TransportError(offer.ring_name, "its GPU memory must open here", first_line(error)) from error
 
     def _copy(self, written: _Written, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         """Queues the copy on this GPU's current stream and records the slot's `written` event after it."""
@@ -406,11 +396,9 @@ def _buffer_bytes(ring: Ring) -> int:
 def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Written:
     """Allocates the words of a ring in shared memory and its slots on the GPU, and creates its `written` events."""
     if variable := expandable_segments(os.environ):
-        raise TransportError(
-            "transport cuda_ipc",
-            f"{variable} turns expandable segments on, whose memory cannot be shared",
-            remedy=f"take expandable_segments out of {variable}, or use transport=object_store",
-        )
+        rule = f"{variable} turns expandable segments on, whose memory cannot be shared"
+        remedy = f"take expandable_segments out of {variable}, or use transport=object_store"
+        raise TransportError("transport cuda_ipc", rule, remedy=remedy)
     with ExitStack() as undo:
         control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
@@ -418,7 +406,7 @@ def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Wri
         written = _Written(
             ring=ring,
             nonce=control.address.nonce,
-            writer=SlotWriter(control.words, ring),
+            words=control.words,
             control=control,
             buffer=buffer,
             pool=pool,
@@ -438,7 +426,8 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         opened = _Opened(
             ring=exported.ring,
             nonce=exported.address.nonce,
-            reader=SlotReader(control.words, exported.ring, offer.reader),
+            words=control.words,
+            reader=offer.reader,
             control=control,
             buffer=import_buffer(exported.rebuild, gpu),
             written=[torch.cuda.Event.from_ipc_handle(gpu, handle) for handle in exported.written],
@@ -454,9 +443,8 @@ def _check_device(device: torch.device) -> None:
     if device.type != "cuda" or not torch.cuda.is_available():
         raise TransportError("transport cuda_ipc", "needs a GPU", str(device), "use transport=auto")
     if (backend := torch.cuda.get_allocator_backend()) != "native":
-        raise TransportError(
-            "transport cuda_ipc", "needs torch's own allocator", backend, "take backend out of PYTORCH_ALLOC_CONF"
-        )
+        rule, remedy = "needs torch's own allocator", "take backend out of PYTORCH_ALLOC_CONF"
+        raise TransportError("transport cuda_ipc", rule, backend, remedy)
 
 
 def _local_device(uuid: str, what: str) -> torch.device:

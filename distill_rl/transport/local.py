@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Offer, Ring
-from distill_rl.transport.ring import (
-    OpenedRing,
-    RingTransport,
-    SlotReader,
-    SlotWriter,
-    WrittenRing,
-    slot_stride,
-    state_bytes,
-)
+from distill_rl.transport.ring import OpenedRing, RingTransport, WrittenRing, slot_stride, state_bytes
 
 
 class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
@@ -40,20 +32,19 @@ class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
     def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", device: str = "cpu"):
         written = None
         if ring is not None:
-            self._words = array("Q", bytes(state_bytes(ring)))
+            words = array("Q", bytes(state_bytes(ring)))
             with torch.inference_mode(False):
                 buffer = torch.empty(ring.num_slots * slot_stride(ring), dtype=torch.uint8, device=device)
-            written = WrittenRing(ring, secrets.token_bytes(16), buffer, SlotWriter(self._words, ring))
+            written = WrittenRing(ring=ring, nonce=secrets.token_bytes(16), buffer=buffer, words=words)
         super().__init__(written, source, node_id)
 
     def __reduce__(self) -> NoReturn:
         """Raises TransportError: the transport works inside one process and cannot be pickled."""
         raise TransportError("transport local", "works inside one process", remedy="use transport=auto between two")
 
-    def _payload(self, written: WrittenRing) -> tuple[Any, ...]:
-        return written, self._words
+    def _payload(self, written: WrittenRing) -> WrittenRing:
+        return written
 
     def _attach(self, offer: Offer) -> OpenedRing:
-        written, words = offer.payload
-        reader = SlotReader(words, written.ring, offer.reader)
-        return OpenedRing(written.ring, written.nonce, written.buffer, reader)
+        ring: WrittenRing = offer.payload
+        return OpenedRing(ring=ring.ring, nonce=ring.nonce, buffer=ring.buffer, words=ring.words, reader=offer.reader)

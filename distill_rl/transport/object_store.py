@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,13 +87,12 @@ class ObjectStoreTransport:
         """
         what = f"slot {handle.slot.index}"
         try:
-            arrays = ray.get(_refer(handle.payload), timeout=self._deadline_s)
+            arrays = ray.get(_refer(*handle.payload), timeout=self._deadline_s)
         except ray.exceptions.GetTimeoutError:
             raise TransportError(what, f"its object must arrive within {self._deadline_s:g} s") from None
         except ray.exceptions.ObjectLostError as error:
-            raise TransportError(
-                what, "the process that published it must live until it is read", type(error).__name__
-            ) from error
+            rule = "the process that published it must live until it is read"
+            raise TransportError(what, rule, type(error).__name__) from error
         tensors = {spec.name: _to_tensor(array, spec.dtype) for spec, array in zip(handle.tensors, arrays, strict=True)}
         with unwritten(tensors, handle.slot):
             yield tensors
@@ -104,27 +102,17 @@ class ObjectStoreTransport:
         self._kept.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Location:
-    """What Ray needs to find an object, in Ray's own bytes. It does not keep the object alive, unlike a reference."""
-
-    object_id: bytes
-    owner: bytes
-    status: bytes
-
-
-def _locate(reference: ray.ObjectRef) -> _Location:
-    """Returns the location of an object that this process owns."""
+def _locate(reference: ray.ObjectRef) -> tuple[bytes, bytes, bytes]:
+    """Returns what Ray needs to find an object that this process owns, in Ray's own bytes: its id, owner and status."""
+    # Unlike a reference, it does not keep the object alive.
     _, owner, status = _ray.core_worker.serialize_object_ref(reference)
-    return _Location(reference.binary(), owner, status)
+    return reference.binary(), owner, status
 
 
-def _refer(location: _Location) -> ray.ObjectRef:
+def _refer(object_id: bytes, owner: bytes, status: bytes) -> ray.ObjectRef:
     """Returns a reference of this process to an object that its owner keeps alive."""
-    reference: ray.ObjectRef = ray.ObjectRef(location.object_id)
-    _ray.core_worker.deserialize_and_register_object_ref(
-        location.object_id, ray.ObjectRef.nil(), location.owner, location.status
-    )
+    reference: ray.ObjectRef = ray.ObjectRef(object_id)
+    _ray.core_worker.deserialize_and_register_object_ref(object_id, ray.ObjectRef.nil(), owner, status)
     return reference
 
 

@@ -13,7 +13,7 @@ almost half of its counts. A slot goes through these states:
     generation odd, g + 1     being written, or left half-written by a writer that died
     generation even, g + 2    whole again; handles of generation g are refused
 
-The writer moves from g to g + 1 only if every reader of generation g has acknowledged g. `SlotWriter` and `SlotReader`
+The writer moves from g to g + 1 only if every reader of generation g has acknowledged g. `WrittenRing` and `OpenedRing`
 implement the two sides, and `RingTransport` the calls of a transport around them. A medium decides where the words and
 the slots are stored.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -93,126 +93,29 @@ def unwritten(tensors: dict[str, Tensor], slot: Slot) -> Iterator[dict[str, Tens
     yield tensors
     for name, version in before.items():
         if tensors[name]._version != version:
-            raise TransportError(
-                f"tensor {name} of slot {slot.index}",
-                "fetched tensors must not be written to, because other readers see the same memory",
-                remedy="clone it first",
-            )
+            rule = "fetched tensors must not be written to, because other readers see the same memory"
+            raise TransportError(f"tensor {name} of slot {slot.index}", rule, remedy="clone it first")
 
 
-class _State:
-    """Access to a ring's words."""
-
-    def __init__(self, words: Words, ring: Ring):
-        self._words, self._ring = words, ring
-
-    def _word(self, index: int, reader: int | None = None) -> int:
-        """Index in the words of a slot's generation or, with `reader`, of that reader's acknowledgement."""
-        line = 1 + index * (1 + len(self._ring.readers))
-        if reader is not None:
-            line += 1 + self._ring.readers.index(reader)
-        return line * _WORDS_PER_LINE
-
-    def generation(self, index: int) -> int:
-        """The slot's present generation; 0 before the first write, odd while it is written."""
-        return self._words[self._word(index)]
-
-
-class SlotWriter(_State):
-    """The writer's side: decides whether a slot may be written, and marks the write."""
-
-    def __init__(self, words: Words, ring: Ring):
-        super().__init__(words, ring)
-        self._readers: dict[int, tuple[int, ...]] = {}
-
-    def readers_of(self, index: int) -> tuple[int, ...]:
-        """The readers of the slot's current content. Empty if there is none, or its write failed."""
-        return self._readers.get(index, ())
-
-    @contextmanager
-    def writing(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> Iterator[None]:
-        """Marks the slot as being written while the block runs, and gives it the generation of `slot` afterwards.
-
-        The block does the writing. If it fails, the generation stays odd, so that nobody can read the slot.
-
-        Args:
-            specs: the tensors to be written, in their order.
-            layout: names the readers that must acknowledge the content before the slot is written again.
-
-        Raises:
-            TransportError: as for `Transport.publish`, before the block runs and with nothing changed.
-        """
-        readers = self._check(slot, specs, layout)
-        word = self._word(slot.index)
-        self._words[word] = slot.generation - 1
-        self._readers.pop(slot.index, None)
-        yield
-        self._readers[slot.index] = readers
-        self._words[word] = slot.generation
-
-    def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
-        """Checks whether the slot may be written, and returns the readers of the new content; changes nothing."""
-        ring, what = self._ring, f"slot {slot.index}"
-        if not 0 <= slot.index < ring.num_slots:
-            raise TransportError(what, f"the ring has {ring.num_slots} slots")
-        current = self.generation(slot.index)
-        if slot.generation % 2 or slot.generation <= current:
-            raise TransportError(what, f"the generation must be even and above {current}", slot.generation)
-        late = [i for i in self.readers_of(slot.index) if self._words[self._word(slot.index, i)] != current]
-        if late:
-            raise TransportError(
-                what,
-                f"every reader must be done with generation {current} before it is written again",
-                f"still reading: {', '.join(map(str, late))}",
-            )
-        _, size = place(specs)
-        if size > ring.slot_bytes:
-            raise TransportError(what, f"its {ring.slot_bytes} bytes must hold the tensors", f"{size} bytes")
-        readers = ring.readers if layout.readers is None else layout.readers
-        if unknown := set(readers) - set(ring.readers):
-            raise TransportError(what, f"the ring is for readers {list(ring.readers)}", f"{sorted(unknown)}")
-        return readers
-
-
-class SlotReader(_State):
-    """One reader's side: compares generations, and acknowledges."""
-
-    def __init__(self, words: Words, ring: Ring, reader: int):
-        super().__init__(words, ring)
-        self._reader = reader
-
-    @contextmanager
-    def reading(self, handle: Handle) -> Iterator[None]:
-        """Checks the slot's generation before and after the block, and then acknowledges the slot to the writer.
-
-        A block that fails is not acknowledged.
-
-        Raises:
-            TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.
-        """
-        self._check(handle)
-        yield
-        self._check(handle)
-        self._words[self._word(handle.slot.index, self._reader)] = handle.slot.generation
-
-    def _check(self, handle: Handle) -> None:
-        """Raises TransportError if the slot's present generation is not the handle's."""
-        current = self.generation(handle.slot.index)
-        if current != handle.slot.generation:
-            state = "being written, or left by a writer that died" if current % 2 else "written again"
-            raise TransportError(
-                f"slot {handle.slot.index}",
-                f"the handle is for generation {handle.slot.generation}",
-                f"generation {current} ({state})",
-            )
-
-
-@dataclass(frozen=True)
-class _Memory:
+@dataclass(frozen=True, kw_only=True)
+class _MappedRing:
     ring: Ring
     nonce: bytes
     buffer: Tensor
     """All slots: uint8 [slots · `slot_stride`], made outside inference mode."""
+    words: Words
+    """The ring's state."""
+
+    def _word(self, index: int, reader: int | None = None) -> int:
+        """Index in the words of a slot's generation or, with `reader`, of that reader's acknowledgement."""
+        line = 1 + index * (1 + len(self.ring.readers))
+        if reader is not None:
+            line += 1 + self.ring.readers.index(reader)
+        return line * _WORDS_PER_LINE
+
+    def generation(self, index: int) -> int:
+        """The slot's present generation; 0 before the first write, odd while it is written."""
+        return self.words[self._word(index)]
 
     def views(self, index: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
         """The tensors of a slot by name, without a copy; writing to one writes to the slot.
@@ -236,18 +139,86 @@ class _Memory:
         return self.buffer[offset : offset + spec.num_bytes].view(dtype).view(spec.shape).data
 
 
-@dataclass(frozen=True)
-class WrittenRing(_Memory):
-    """A ring that this process writes."""
+@dataclass(frozen=True, kw_only=True)
+class WrittenRing(_MappedRing):
+    """A ring that this process writes: decides whether a slot may be written, and marks the write."""
 
-    writer: SlotWriter
+    _readers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By slot."""
+
+    def readers_of(self, index: int) -> tuple[int, ...]:
+        """The readers of the slot's current content. Empty if there is none, or its write failed."""
+        return self._readers.get(index, ())
+
+    @contextmanager
+    def writing(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> Iterator[None]:
+        """Marks the slot as being written while the block runs, and gives it the generation of `slot` afterwards.
+
+        The block does the writing. If it fails, the generation stays odd, so that nobody can read the slot.
+
+        Args:
+            specs: the tensors to be written, in their order.
+            layout: names the readers that must acknowledge the content before the slot is written again.
+
+        Raises:
+            TransportError: as for `Transport.publish`, before the block runs and with nothing changed.
+        """
+        readers = self._check(slot, specs, layout)
+        word = self._word(slot.index)
+        self.words[word] = slot.generation - 1
+        self._readers.pop(slot.index, None)
+        yield
+        self._readers[slot.index] = readers
+        self.words[word] = slot.generation
+
+    def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
+        """Checks whether the slot may be written, and returns the readers of the new content; changes nothing."""
+        ring, what = self.ring, f"slot {slot.index}"
+        if not 0 <= slot.index < ring.num_slots:
+            raise TransportError(what, f"the ring has {ring.num_slots} slots")
+        current = self.generation(slot.index)
+        if slot.generation % 2 or slot.generation <= current:
+            raise TransportError(what, f"the generation must be even and above {current}", slot.generation)
+        late = [i for i in self.readers_of(slot.index) if self.words[self._word(slot.index, i)] != current]
+        if late:
+            rule = f"every reader must be done with generation {current} before it is written again"
+            raise TransportError(what, rule, f"still reading: {', '.join(map(str, late))}")
+        _, size = place(specs)
+        if size > ring.slot_bytes:
+            raise TransportError(what, f"its {ring.slot_bytes} bytes must hold the tensors", f"{size} bytes")
+        readers = ring.readers if layout.readers is None else layout.readers
+        if unknown := set(readers) - set(ring.readers):
+            raise TransportError(what, f"the ring is for readers {list(ring.readers)}", f"{sorted(unknown)}")
+        return readers
 
 
-@dataclass(frozen=True)
-class OpenedRing(_Memory):
-    """A ring that this process reads, usually another process's."""
+@dataclass(frozen=True, kw_only=True)
+class OpenedRing(_MappedRing):
+    """A ring that this process reads, usually another process's: compares generations, and acknowledges."""
 
-    reader: SlotReader
+    reader: int
+
+    @contextmanager
+    def reading(self, handle: Handle) -> Iterator[None]:
+        """Checks the slot's generation before and after the block, and then acknowledges the slot to the writer.
+
+        A block that fails is not acknowledged.
+
+        Raises:
+            TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.
+        """
+        self._check(handle)
+        yield
+        self._check(handle)
+        self.words[self._word(handle.slot.index, self.reader)] = handle.slot.generation
+
+    def _check(self, handle: Handle) -> None:
+        """Raises TransportError if the slot's present generation is not the handle's."""
+        current = self.generation(handle.slot.index)
+        if current != handle.slot.generation:
+            state = "being written, or left by a writer that died" if current % 2 else "written again"
+            rule = f"the handle is for generation {handle.slot.generation}"
+            raise TransportError(f"slot {handle.slot.index}", rule, f"generation {current} ({state})")
 
 
 W = TypeVar("W", bound=WrittenRing)
@@ -314,7 +285,7 @@ class RingTransport(ABC, Generic[W, R]):
             TransportError: as for `Transport.publish`; this side writes no ring.
         """
         written, specs = self._writing_side(), describe(tensors)
-        with written.writer.writing(slot, specs, layout):
+        with written.writing(slot, specs, layout):
             self._copy(written, slot.index, written.views(slot.index, specs), tensors)
         payload = (self._source, written.nonce)
         return Handle(self.name, self._node_id, slot, layout, specs, payload)
@@ -329,7 +300,7 @@ class RingTransport(ABC, Generic[W, R]):
             TransportError: as for `Transport.fetch`; the ring was replaced by that of a newer writer.
         """
         opened, slot = self._ring_of(handle), handle.slot
-        with opened.reader.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
+        with opened.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
             yield views
 
     def close(self) -> None:
@@ -354,9 +325,8 @@ class RingTransport(ABC, Generic[W, R]):
         what = f"slot {handle.slot.index} of {source or 'a ring'}"
         opened = self._opened.get(source)
         if opened is None:
-            raise TransportError(
-                what, "its ring must be opened before it is fetched", f"opened: {sorted(self._opened)}"
-            )
+            opened_rings = f"opened: {sorted(self._opened)}"
+            raise TransportError(what, "its ring must be opened before it is fetched", opened_rings)
         if opened.nonce != nonce:
             raise TransportError(what, "its ring was replaced by that of a newer writer")
         return opened

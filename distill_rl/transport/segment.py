@@ -186,12 +186,9 @@ def _allocate(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
-        raise TransportError(
-            "transport",
-            f"the slots of one teacher rank take {size} bytes of shared memory",
-            error.strerror,
-            "give /dev/shm more room, or set prefetch.slots, prefetch.depth or train.micro_batch_size lower",
-        ) from None
+        rule = f"the slots of one teacher rank take {size} bytes of shared memory"
+        remedy = "give /dev/shm more room, or set prefetch.slots, prefetch.depth or train.micro_batch_size lower"
+        raise TransportError("transport", rule, error.strerror, remedy) from None
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

@@ -6,24 +6,16 @@ The CPU counterpart of `cuda_ipc`. One segment holds the ring's words and, from 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from distill_rl.transport.base import Offer, Receipt, Ring
-from distill_rl.transport.ring import (
-    OpenedRing,
-    RingTransport,
-    SlotReader,
-    SlotWriter,
-    WrittenRing,
-    slot_stride,
-    state_bytes,
-)
+from distill_rl.transport.ring import OpenedRing, RingTransport, WrittenRing, slot_stride, state_bytes
 from distill_rl.transport.segment import Address, Backing, Segment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _WrittenSegment(WrittenRing):
     segment: Segment
     unopened: set[int]
@@ -49,9 +41,7 @@ class SharedMemoryTransport(RingTransport[_WrittenSegment, OpenedRing]):
         written = None
         if ring is not None:
             segment = Segment.create(state_bytes(ring) + ring.num_slots * slot_stride(ring), backing)
-            writer = SlotWriter(segment.words, ring)
-            unopened = set(ring.readers)
-            written = _WrittenSegment(ring, segment.address.nonce, _slots(segment, ring), writer, segment, unopened)
+            written = _WrittenSegment(**_mapped(segment, ring), segment=segment, unopened=set(ring.readers))
         super().__init__(written, source, node_id)
 
     def accept(self, receipt: Receipt) -> None:
@@ -78,12 +68,11 @@ class SharedMemoryTransport(RingTransport[_WrittenSegment, OpenedRing]):
 
     def _attach(self, offer: Offer) -> OpenedRing:
         address, ring = offer.payload
-        segment = Segment.attach(address, offer.ring_name)
-        reader = SlotReader(segment.words, ring, offer.reader)
-        return OpenedRing(ring, address.nonce, _slots(segment, ring), reader)
+        return OpenedRing(**_mapped(Segment.attach(address, offer.ring_name), ring), reader=offer.reader)
 
 
-def _slots(segment: Segment, ring: Ring) -> Tensor:
-    """uint8: the slots of a ring, the part of the segment behind the words."""
+def _mapped(segment: Segment, ring: Ring) -> dict[str, Any]:
+    """The parts of a ring in a segment: the slots are behind the words."""
     with torch.inference_mode(False):
-        return torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))
+        slots = torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))
+    return {"ring": ring, "nonce": segment.address.nonce, "buffer": slots, "words": segment.words}

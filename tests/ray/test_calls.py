@@ -59,9 +59,8 @@ def named(calls, *refs):
 
 def test_results_keep_the_order_of_the_calls(workers):
     calls, student, teacher = workers
-    assert calls.gather(
-        [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
-    ) == [1, 2, 3]
+    made = {student.echo.remote(1): "student", teacher.echo.remote(2): "big", student.echo.remote(3): "student"}
+    assert calls.gather(made, what="x", timeout_s=60) == [1, 2, 3]
 
 
 def test_a_wait_is_interrupted_for_other_calls(workers, tmp_path):
@@ -77,7 +76,7 @@ def test_a_wait_is_interrupted_for_other_calls(workers, tmp_path):
 
     waiting = student.wait_for.remote(str(tmp_path / "done"))
     assert calls.gather(
-        [waiting],
+        {waiting: "student"},
         what="x",
         timeout_s=12,
         meanwhile=make_the_next_call,
@@ -119,7 +118,7 @@ def test_our_errors_keep_their_message_and_data_errors_their_type(workers):
             timeout_s=60,
         )
     with pytest.raises(DataError, match="row 3"):
-        calls.gather([student.fail.remote(DataError("row 3", "must be text"))], what="batch 1", timeout_s=60)
+        calls.gather({student.fail.remote(DataError("row 3", "must be text")): "student"}, what="batch 1", timeout_s=60)
 
 
 def test_a_killed_actor_is_named_even_if_its_victim_reports_first(workers, ray_cluster):
@@ -143,7 +142,7 @@ def test_a_dead_actor_is_named_instead_of_one_missing_its_objects(workers, ray_c
 
 def test_an_expired_wait_names_the_silent_actor(workers):
     calls, student, teacher = workers
-    calls.gather([student.echo.remote(0), teacher.echo.remote(0)], what="warm-up", timeout_s=60)
+    calls.gather({student.echo.remote(0): "student", teacher.echo.remote(0): "big"}, what="warm-up", timeout_s=60)
     refs = {student.echo.remote(1): "student-dp0-tp0", teacher.hang.remote(): "big/dp0-tp0"}
     with pytest.raises(WorkerError, match=r"^big/dp0-tp0: step 9 must end within 1 s"):
         calls.gather(refs, what="step 9", timeout_s=1)
@@ -158,7 +157,7 @@ def test_an_interrupt_ends_a_wait(workers):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Calls(interrupted).gather([student.hang.remote()], what="x", timeout_s=60)
+        Calls(interrupted).gather({student.hang.remote(): "student"}, what="x", timeout_s=60)
 
 
 def test_a_process_that_uses_ray_already_is_refused(ray_cluster):

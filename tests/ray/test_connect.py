@@ -15,8 +15,8 @@ from distill_rl.transport.choose import TransportChoice
 from distill_rl.transport.segment import Segment
 from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
-from distill_rl.workers.pipeline import connect
-from distill_rl.workers.pipeline.connect import Connector
+from distill_rl.workers.pipeline import pipeline
+from distill_rl.workers.pipeline.pipeline import Connector
 
 pytestmark = pytest.mark.ray
 
@@ -102,7 +102,7 @@ def test_every_replica_reaches_its_readers(build, transport, capsys):
 
 def test_auto_reports_and_drops_a_transport_that_fails(build, monkeypatch, capsys):
     """CUDA IPC is chosen although there is no GPU."""
-    monkeypatch.setattr(connect, "choose", lambda *_: TransportChoice("cuda_ipc", "they are on one GPU"))
+    monkeypatch.setattr(pipeline, "choose", lambda *_: TransportChoice("cuda_ipc", "they are on one GPU"))
     connector = build(config("auto"))
     assert names(connector.connect()) == {"big/dp0-tp0": "object_store"}
     assert "transport object_store: cuda_ipc does not work: " in capsys.readouterr().out

@@ -18,9 +18,8 @@ from distill_rl.workers.actors.evaluator import Evaluated
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.places.placement import ActorPlacement, PlacementPlan
-from distill_rl.workers.cluster.places.reservation import reserve
-from distill_rl.workers.evaluation.evaluations import Evaluations
+from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
+from distill_rl.workers.evaluation import Evaluations
 
 pytestmark = pytest.mark.ray
 

@@ -21,8 +21,7 @@ from distill_rl.types import BadRow, ChunkRows, Cursor, DocumentBatch, RankBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.places.placement import place_actors
-from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.placement import place_actors, reserve
 from distill_rl.workers.pipeline.aligner_pool import LEAST_BYTES, AlignerPool, BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer

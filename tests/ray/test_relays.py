@@ -17,8 +17,7 @@ from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.calls import Calls, Overdue
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.places.placement import ActorPlacement, PlacementPlan
-from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
 from distill_rl.workers.cluster.relay import each
 from tests.helpers.command import until
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.workers.cluster.timeline import write_timeline
+from distill_rl.workers.cluster.telemetry import write_timeline
 
 pytestmark = pytest.mark.ray
 
 
 class Worker:
     def worker_id(self):
-        from distill_rl.workers.cluster.timeline import ray
+        from distill_rl.workers.cluster.telemetry import ray
 
         return ray.get_runtime_context().get_worker_id()
 

@@ -12,8 +12,7 @@ import pytest
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster.places.placement import PlacementPlan
-from distill_rl.workers.cluster.places.reservation import Holder, Queue, reserve
+from distill_rl.workers.cluster.placement import Holder, PlacementPlan, Queue, reserve
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
@@ -141,7 +140,7 @@ OTHER_DRIVER = """
 import sys, time
 import ray
 from tests.ray.test_turns import SETTINGS, plan
-from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.placement import reserve
 ray.init(address=sys.argv[1], namespace="other", logging_level="ERROR", log_to_driver=False)
 with reserve(lambda: plan(8), SETTINGS, "other", interrupted=lambda: None):
     print("placed", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import distill_rl
 from distill_rl.observe.metrics import FAULTS
-from distill_rl.workers.cluster.gauges import PREFIX, gauge_of
+from distill_rl.workers.cluster.telemetry import PREFIX, gauge_of
 
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(distill_rl.__file__).parents[1] / "launch" / "monitoring" / "grafana-dashboard.json").read_text()

@@ -17,7 +17,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.system.memory import peak_gib
 from distill_rl.types import Cursor, DocumentBatch, Row
 from distill_rl.workers.actors.rank import Worker
-from distill_rl.workers.cluster.gauges import Gauges
+from distill_rl.workers.cluster.telemetry import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.data.batch.document_aligner import AlignedDocument
@@ -65,7 +65,11 @@ class AlignerWorker(Worker):
         if ray.is_initialized() and ray.get_gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
-            _require_cuda()
+            # The same check was made before the run on the driver's node, but this actor may be on another one.
+            from distill_rl.align.dp.windows import missing_for_cuda
+
+            if missing := missing_for_cuda():
+                raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)
         from distill_rl.workers.pipeline.batches import open_builder
 
         self._builder = open_builder(self._config, self._data_format, self._plan, self._other_tokenizer)
@@ -115,12 +119,3 @@ class AlignerWorker(Worker):
         Returns normally if it does not; otherwise raises, dies or hangs as they do.
         """
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
-
-
-def _require_cuda() -> None:
-    """Checks that this node has what the CUDA alignment backend needs."""
-    # The same check was made before the run on the driver's node, but this actor may be on another one.
-    from distill_rl.align.dp.windows import missing_for_cuda
-
-    if missing := missing_for_cuda():
-        raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)

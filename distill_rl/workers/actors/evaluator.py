@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,10 @@ import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, SuiteTask
-from distill_rl.evals.options import LoadedSuite, Options
+from distill_rl.evals.options import Options, load_questions
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import GroupMember, see_assigned_gpus
-from distill_rl.workers.cluster.gauges import Gauges
+from distill_rl.workers.cluster.telemetry import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.evals.run import Model
@@ -56,7 +57,7 @@ class EvalWorker(GroupMember):
         self._threads = threads
         self._gauges = Gauges(run)
         self._executor = LocalExecutor()
-        self._loaded: tuple[object, list[LoadedSuite]] | None = None
+        self._questions = lru_cache(maxsize=1)(load_questions)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
         """Joins the process group of the actors that hold this copy of the model, and waits for them.
@@ -117,7 +118,7 @@ class EvalWorker(GroupMember):
         from distill_rl.evals.run import FileProgress, evaluate_models, progress_file
 
         assert model.out is not None
-        loaded = self._questions(suites, data, options)
+        loaded = self._questions(tuple(suites), data, options)
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
         executor = self._executor if self._world is None else self._executor.lead()
@@ -130,16 +131,6 @@ class EvalWorker(GroupMember):
             if options.backend != "vllm":
                 executor.close()
         return Evaluated(results, samples_of(loaded, model.out, num_samples))
-
-    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
-        """Returns the suites with their questions, read from `data` or kept from the last call."""
-        # They are read again if the arguments differ from those of the last call.
-        from distill_rl.evals.options import load_questions
-
-        arguments = (tuple(suites), data, options)
-        if self._loaded is None or self._loaded[0] != arguments:
-            self._loaded = arguments, load_questions(suites, data, options)
-        return self._loaded[1]
 
     def _with_resources(self, settings: Settings) -> Settings:
         """Returns a copy of the settings with this actor's GPU share and number of threads."""

@@ -176,8 +176,7 @@ class RankWorker(GroupMember):
         parallel: ParallelConfig,
         host: str,
         port: int,
-        gpu_memory: float = 1.0,
-        *,
+        gpu_memory: float,
         on_host: bool = False,
     ) -> World:
         """Joins the dp × sp × tp ranks of a group, and stores and returns the World."""

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ from distill_rl.scaling.shape import Shape, needed_flops, nominal_flops
 from distill_rl.system.memory import peak_gib
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport, assemble, plan
 from distill_rl.types import CrossTokenizerSpec, RankBatch
-from distill_rl.workers.actors.rank import Problem, RankWorker, probe_tensors, reporting
+from distill_rl.workers.actors.rank import RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
-from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.cluster.relay import Together, each
+from distill_rl.workers.cluster.telemetry import Gauges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,22 +99,14 @@ class StudentWorker(RankWorker):
             self._nominal_flops = nominal_flops(get_device_name(world.device))
         log.info("student %s is loaded", self._config.student.model)
 
-    def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
-        """Opens teachers' rings for reading. Returns for each offer the receipt to send back, or a Problem."""
-        return [self._open_ring(offer) for offer in offers]
-
-    def read_probes(self, handles: Sequence[Handle]) -> list[Problem | None]:
-        """Checks that probes arrive as they were sent. Returns None for each that does, else a Problem."""
-        return [self._read_probe(handle) for handle in handles]
-
     @reporting
-    def _open_ring(self, offer: Offer) -> Receipt:
-        """Opens a teacher's ring, and its transport if needed. Returns the receipt, or a Problem."""
+    def open_ring(self, offer: Offer) -> Receipt:
+        """Opens a teacher's ring for reading, and its transport if needed. Returns the receipt to send back, or a Problem."""
         transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
         return transport.open(offer)
 
     @reporting
-    def _read_probe(self, handle: Handle) -> None:
+    def read_probe(self, handle: Handle) -> None:
         """Reads a known tensor through the transport. Returns None if it arrives as it was sent, else a Problem."""
         with self._transports[handle.transport].fetch(handle) as tensors:
             if not bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all()):
@@ -150,12 +142,11 @@ class StudentWorker(RankWorker):
             return Retryable(
                 f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
             )
-        start, published = time.perf_counter(), _by_teacher(teacher_sizes, each(results))
-        targets = self._fetched_targets(published)
+        start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
-            scores = self._scores(batch, published)
+            scores = self._scores(batch, targets.published)
             metrics = self._engine.forward_backward(batch, targets, scores, last=last)
         if last:
             metrics |= self._engine.optim_step()
@@ -170,7 +161,7 @@ class StudentWorker(RankWorker):
     def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
         """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could."""
         # Collective, unless no teacher has published anything; then nothing is done.
-        if not targets.published:
+        if not any(targets.published):
             return None
         succeeded, problem = True, "another rank has lost its targets"
         try:
@@ -213,16 +204,16 @@ class StudentWorker(RankWorker):
 
         The arguments are those of `train`; `last` is ignored.
         """
-        batch, published = rows[sub_batch], _by_teacher(teacher_sizes, each(results))
-        targets = self._fetched_targets(published)
+        batch, targets = rows[sub_batch], self._fetched_targets(teacher_sizes, results)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
-            return self._engine.evaluate(batch, targets, self._scores(batch, published))
+            return self._engine.evaluate(batch, targets, self._scores(batch, targets.published))
 
-    def _fetched_targets(self, published: Sequence[Sequence[Published]]) -> _FetchedTargets:
+    def _fetched_targets(self, sizes: Sequence[int], results: Sequence[Published | Together]) -> _FetchedTargets:
         """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
-        node_id = ray.get_runtime_context().get_node_id()
+        remaining, node_id = iter(each(results)), ray.get_runtime_context().get_node_id()
+        published = [list(islice(remaining, size)) for size in sizes]
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 
     def _scores(self, batch: RankBatch, published: Sequence[Sequence[Published]]) -> list[float]:
@@ -312,45 +303,32 @@ class StudentWorker(RankWorker):
         return None
 
 
-def _by_teacher(sizes: Sequence[int], published: Sequence[Published]) -> list[list[Published]]:
-    """What every teacher's replicas published."""
-    remaining = iter(published)
-    return [list(islice(remaining, size)) for size in sizes]
-
-
+@dataclass
 class _FetchedTargets:
     """The targets of one sub-batch, read through the transports; a TargetSource for the engine.
 
-    `open` fetches every slot that holds some of this rank's rows. After that `targets(first_row, num_rows)` gives the
-    targets of a micro-batch from those slots.
+    `open` fetches every slot that holds some of this rank's rows; nothing is read before it. After that
+    `targets(first_row, num_rows)` gives the targets of a micro-batch from those slots.
+
+    Attributes:
+        published: by every replica of each teacher; nothing by one that was lost.
+        far_bytes: of the slots that were written on another node.
     """
 
-    def __init__(
-        self,
-        transports: Mapping[str, Transport],
-        node_id: str,
-        temperature: float,
-        published: Sequence[Sequence[Published]],
-    ):
-        """Lists each teacher's slots; nothing is read before `open`.
+    _transports: Mapping[str, Transport]
+    """By name; they include those of all handles whose rows are opened."""
+    _node_id: str
+    """Of this rank, to count the bytes that come from other nodes."""
+    _temperature: float
+    """At which the targets were computed."""
+    published: Sequence[Sequence[Published]]
+    seconds: float = 0.0
+    far_bytes: int = 0
+    _open: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Tensors of the open slots, by the id of their handle."""
 
-        Args:
-            transports: by name; must include those of all handles whose rows are opened.
-            node_id: of this rank, to count the bytes that come from other nodes.
-            temperature: at which the targets were computed.
-            published: by every replica of each teacher; nothing by one that was lost.
-        """
-        self._transports, self._node_id, self._temperature = transports, node_id, temperature
-        self.published = any(published)
-        """Whether any teacher has published anything, for any rank."""
-        self.seconds = 0.0
-        self.far_bytes = 0
-        """Bytes of the slots that were written on another node."""
-        self._open: dict[int, dict[str, Tensor]] = {}
-        """Tensors of the open slots, by the id of their handle."""
-        self._handles: list[list[Handle]] = [
-            [handle for each in replicas for handle in each.handles] for replicas in published
-        ]
+    def __post_init__(self) -> None:
+        self._handles = [[handle for each in replicas for handle in each.handles] for replicas in self.published]
 
     def open(self, first_row: int, num_rows: int, stack: ExitStack) -> None:
         """Opens every slot that holds one of these rows of the global batch; they stay readable until `stack` ends.

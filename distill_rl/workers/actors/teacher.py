@@ -15,7 +15,7 @@ from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot, reader
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
 from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting, see_assigned_gpus
-from distill_rl.workers.cluster.gauges import Gauges
+from distill_rl.workers.cluster.telemetry import Gauges
 from distill_rl.workers.pipeline.sub_batch import FIRST_GENERATION
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class TeacherWorker(RankWorker):
         """
         import torch
 
-        start = time.perf_counter()
-        batch = rows[sub_batch]
+        start, batch = time.perf_counter(), rows[sub_batch]
         replica, size = self._rank // self._teacher.ranks_per_replica, batch.rows.shape[0]
         # First row and number of rows of the whole sub-batch, of which every replica has `size` rows.
         whole = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
@@ -203,17 +202,14 @@ class TeacherWorker(RankWorker):
 
         Arguments as of `forward`; the slots, which only bound how many calls wait, are not used.
         """
-        began = time.perf_counter()
-        engine = self._storing()
-        engine.fill(rows[sub_batch])
+        began, batch = time.perf_counter(), rows[sub_batch]
+        self._storing().fill(batch)
         seconds = time.perf_counter() - began
         if not self._world.reports:
             return Published(), TeacherStats()
         self._gauges.set("teacher_forward_seconds", seconds)
         peak = peak_gib(str(self._world.device))
-        positions = rows[sub_batch].rows.num_positions
-        measured = TeacherStats(0, positions, seconds, 0.0, peak, *self._used())
-        return Published(), measured
+        return Published(), TeacherStats(0, batch.rows.num_positions, seconds, 0.0, peak, *self._used())
 
     def _used(self) -> tuple[int, int]:
         """Tokens read and computed since the last call; 0 and 0 for a teacher without a store."""

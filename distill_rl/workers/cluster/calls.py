@@ -94,7 +94,7 @@ class Calls:
 
     def gather(
         self,
-        calls: Mapping[ray.ObjectRef, Called] | Sequence[ray.ObjectRef],
+        calls: Mapping[ray.ObjectRef, Called],
         *,
         what: str,
         timeout_s: float,
@@ -106,7 +106,7 @@ class Calls:
         Meanwhile polls `interrupted` and the monitor, reports a long wait in the log, and calls `meanwhile`.
 
         Args:
-            calls: references; a mapping gives what was called for each.
+            calls: references, with what was called for each.
             what: what is waited for, for messages (`step 12`).
             timeout_s: for all calls together, in seconds; time spent in `meanwhile` does not count.
             meanwhile: called at every poll; an exception from it ends the wait.
@@ -119,14 +119,13 @@ class Calls:
                 of GPU memory. Of several errors the likeliest cause is raised: a death, even of an actor that was not
                 called.
         """
-        names: Mapping[ray.ObjectRef, Called] = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
         results: dict[ray.ObjectRef, Any] = {}
-        for done, pending in self._until_done(names, what, timeout_s, meanwhile, also):
+        for done, pending in self._until_done(calls, what, timeout_s, meanwhile, also):
             ended, errors = _outcomes(done)
             if errors:
-                raise self._blame(errors | self._errors_within_grace(pending), names, what)
+                raise self._blame(errors | self._errors_within_grace(pending), calls, what)
             results |= ended
-        return each(results[ref] for ref in names)
+        return each(results[ref] for ref in calls)
 
     def outcomes(
         self, calls: Mapping[ray.ObjectRef, Called], *, what: str, timeout_s: float
@@ -165,7 +164,7 @@ class Calls:
             if not pending:
                 return
             now = time.monotonic()
-            waited_for = {name or "an actor" for ref in pending for name in _names(names[ref])}
+            waited_for = {name for ref in pending for name in _names(names[ref])}
             if now - start > timeout_s:
                 raise self.late(waited_for, what, timeout_s)
             if meanwhile is not None:
@@ -280,7 +279,7 @@ class Calls:
             errors = {**errors, **{ref: error for ref, (_, error) in deaths.items()}}
             names = {**names, **{ref: name for ref, (name, _) in deaths.items()}}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
-        actor = self.names.get(_actor_id(error), "") or _names(names.get(ref, ""))[0] or "a worker"
+        actor = self.names.get(_actor_id(error)) or _names(names[ref])[0]
         explained = self._explain(error, actor, what)
         explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # Ray's text and traceback, without colours
         return explained
@@ -357,9 +356,7 @@ def _priority(error: BaseException) -> int:
 
 def _actor_id(error: BaseException) -> str:
     """Id (hex) of the actor whose death an error reports; empty if it reports none."""
-    actor_id = getattr(error, "actor_id", None)
-    if actor_id is None:
-        return ""
+    actor_id = getattr(error, "actor_id", None) or ""
     return actor_id if isinstance(actor_id, str) else actor_id.hex()
 
 

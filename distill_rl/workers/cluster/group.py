@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.calls import Called, Calls, Refs
-from distill_rl.workers.cluster.places.placement import PlacementPlan
+from distill_rl.workers.cluster.placement import PlacementPlan
 from distill_rl.workers.cluster.relay import MOST_RANKS, Relay, Request, bound
 
 _STOP_TIMEOUT_S = 15.0
@@ -49,7 +49,6 @@ class WorkerGroup:
         self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)
         self._calls = calls
-        self._processes: list[Process] = []
         self._replaced: list[tuple[str, Process]] = []
         """Processes that replacements have taken over from."""
         self._renewals = 0
@@ -98,24 +97,21 @@ class WorkerGroup:
         """Makes the relays of these ranks, which are whole process groups and run; does nothing if the group has none."""
         if not self._together:
             return
-        for _, members in groupby(ranks, lambda rank: (rank // self._together, self._processes[rank].node_id)):
-            while some := list(islice(members, MOST_RANKS)):
-                if len(some) > 1:
-                    self._make_relay(range(some[0], some[-1] + 1))
-
-    def _make_relay(self, ranks: range) -> None:
-        """Creates a relay on the node of its ranks; an error of it counts as one of the first of them."""
-        strategy = NodeAffinitySchedulingStrategy(self._processes[ranks[0]].node_id, soft=False)
         remote: Any = ray.remote(Relay)
-        relay = remote.options(
-            name=f"{self.names[ranks[0]]}.relay.{self._renewals}",
-            num_cpus=0,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=strategy,
-        ).remote(self._kind, [(self.names[rank], self.actors[rank]) for rank in ranks])
-        self._calls.register(self.names[ranks[0]], relay)
-        self._relays[ranks[0]] = _Relay(relay, ranks)
+        for (_, node), members in groupby(ranks, lambda rank: (rank // self._together, self._process(rank).node_id)):
+            while some := list(islice(members, MOST_RANKS)):
+                if len(some) == 1:
+                    continue
+                leader = self.names[some[0]]
+                relay = remote.options(
+                    name=f"{leader}.relay.{self._renewals}",
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                ).remote(self._kind, [(self.names[rank], self.actors[rank]) for rank in some])
+                self._calls.register(leader, relay)  # an error of it counts as one of the first of its ranks
+                self._relays[some[0]] = _Relay(relay, some)
 
     def _end_relays(self, ranks: Sequence[int]) -> None:
         """Kills the relays that call any of these ranks; never raises."""
@@ -212,9 +208,11 @@ class WorkerGroup:
         Raises:
             WorkerError: an actor does not come up within `timeout_s` seconds.
         """
-        self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
-        for name, process in zip(self.names, self._processes):
-            self._calls.processes[name] = process
+        processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+        self._calls.processes.update(zip(self.names, processes))
+
+    def _process(self, rank: int) -> Process:
+        return self._calls.processes[self.names[rank]]
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Kills ranks, creates new actors in their placements, and waits until these run.
@@ -230,17 +228,19 @@ class WorkerGroup:
         self._calls.hosts.move(self._plan, self._placement, bundles, self._calls.poll)
         self._renewals += 1
         self._end_relays(ranks)
+        names = [self.names[rank] for rank in ranks]
+        are_known = names[0] in self._calls.processes
         for rank in ranks:
             self._calls.forget(self.actors[rank])
             self.end(rank)
-            if self._processes:
-                self._replaced.append((f"{self.names[rank]}.{len(self._replaced)}", self._processes[rank]))
+            if are_known:
+                self._replaced.append((f"{self.names[rank]}.{len(self._replaced)}", self._process(rank)))
         for rank in ranks:  # under a new name, because Ray frees a dead actor's name only some time later
             self.actors[rank] = self._make(rank, suffix=f".{self._renewals}")
-        what = f"starting {', '.join(self.names[rank] for rank in ranks)} again"
+        what = f"starting {', '.join(names)} again"
         processes = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
-        for rank, process in zip(ranks, processes) if self._processes else ():  # otherwise `identify` has to follow
-            self._processes[rank] = self._calls.processes[self.names[rank]] = process
+        if are_known:  # otherwise `identify` has to follow
+            self._calls.processes.update(zip(names, processes))
         self._make_relays(ranks)
 
     def replace(self, rank: int, timeout_s: float) -> None:
@@ -257,12 +257,17 @@ class WorkerGroup:
     @property
     def processes(self) -> list[tuple[str, Process]]:
         """Names and processes of the present ranks, then of those that were replaced."""
-        return [*zip(self.names, self._processes), *self._replaced]
+        return [*self._present, *self._replaced]
 
     @property
     def worker_ids(self) -> dict[str, str]:
         """Actor names by Ray worker id."""
-        return {process.worker_id: name for process, name in zip(self._processes, self.names)}
+        return {process.worker_id: name for name, process in self._present}
+
+    @property
+    def _present(self) -> list[tuple[str, Process]]:
+        known = self._calls.processes
+        return [(name, known[name]) for name in self.names if name in known]
 
     def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> Refs:
         """Makes all ranks, or `ranks`, join process groups and load their models; does not wait for the models.
@@ -280,7 +285,7 @@ class WorkerGroup:
         leaders = [rank for rank in members if rank % size == 0]
         stores: Refs = {}
         for leader in leaders if size > 1 else ():
-            nodes = {process.node_id for process in self._processes[leader : leader + size]}
+            nodes = {self._process(rank).node_id for rank in range(leader, leader + size)}
             stores |= self.submit("serve_store", size, len(nodes) == 1, ranks=[leader])
             if len(nodes) > 1:
                 what = (
@@ -307,7 +312,7 @@ class WorkerGroup:
         On this node SIGKILL comes first, because ray.kill waits 5 s for a stopped process.
         """
         with contextlib.suppress(Exception):  # ray.kill below handles what fails here
-            process = self._processes[rank]
+            process = self._process(rank)
             if process.node_id == ray.get_runtime_context().get_node_id():
                 process.kill()
         with contextlib.suppress(Exception):
@@ -317,7 +322,7 @@ class WorkerGroup:
 @dataclass
 class _Relay:
     actor: Any
-    ranks: range
+    ranks: Sequence[int]
     """Those that it calls."""
     calls: int = 0
     """Made of it so far, in the order of their numbers."""

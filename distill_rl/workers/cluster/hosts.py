@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.system.memory import ENLARGE_SHM, SHM
-from distill_rl.workers.cluster.places.placement import PlacementPlan
+from distill_rl.workers.cluster.placement import PlacementPlan
 
 _FINISH_S = 40.0
 """Most time after a loss for the end of a step and a save."""
@@ -144,12 +144,10 @@ class Hosts:
                 self._moved |= {bundle: (asked, index) for index, bundle in enumerate(waits_for)}
                 asked = None
             elif time.monotonic() > deadline:
-                needed = ", ".join(
-                    f"{amount:g} {kind}" for bundle in gone for kind, amount in plan.bundles[bundle].items()
-                )
-                what = f"Ray on node {', '.join(sorted({node['NodeManagerAddress'] for node in ray.nodes() if not _lives(node)}))}"
+                needed = [f"{amount:g} {kind}" for bundle in gone for kind, amount in plan.bundles[bundle].items()]
+                nodes = sorted({node["NodeManagerAddress"] for node in ray.nodes() if not _lives(node)})
                 rule = f"is lost, and another node must take over its workers within {_MOVED_WITHIN_S:g} s"
-                raise HostLost(what, rule, f"none with {needed} free")
+                raise HostLost(f"Ray on node {', '.join(nodes)}", rule, f"none with {', '.join(needed)} free")
             else:
                 time.sleep(_POLL_S)
             poll()
@@ -157,17 +155,11 @@ class Hosts:
     def _homeless(self, first: PlacementGroup, bundles: Collection[int]) -> dict[int, str]:
         """Those of the bundles that have no live node, with the id of a dead one that Ray still believes alive; else empty."""
         dead = {node["NodeID"] for node in ray.nodes() if not _lives(node)}
-        tables: dict[str, dict[int, str]] = {}
         found = {}
         for bundle in bundles:
             group, index = self._moved.get(bundle, (first, bundle))
-            key = group.id.hex()
-            if key not in tables:
-                tables[key] = placement_group_table(group)["bundles_to_node_id"]
-            node = tables[key].get(index, "")
-            if not node or node in dead:
-                found[bundle] = node
-        return found
+            found[bundle] = placement_group_table(group)["bundles_to_node_id"].get(index, "")
+        return {bundle: node for bundle, node in found.items() if not node or node in dead}
 
     def _look(self) -> None:
         self._looked_at = now = time.monotonic()

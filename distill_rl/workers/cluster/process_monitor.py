@@ -11,10 +11,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -41,58 +41,41 @@ log = logging.getLogger(__name__)
 class NodeMonitor:
     """Inspects and kills processes of one node. An object in the driver, an actor on every other node."""
 
-    def states(self, processes: Sequence[Process]) -> list[str]:
+    def states(self, processes: Mapping[str, Process]) -> dict[str, str]:
         """Returns psutil's status of each process, such as `running`; `gone` for ended ones and zombies."""
-        return [_state(process) for process in processes]
+        return {name: _state(process) for name, process in processes.items()}
 
     def kill(self, process: Process) -> None:
         """Sends SIGKILL to a process of this node, unless it has ended already."""
         process.kill()
 
-    def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """Makes each process write its stacks, and returns them as text; empty for one that cannot write them.
+    def stacks(self, processes: Mapping[str, Process]) -> dict[str, str]:
+        """Makes each process write its stacks, and returns them as text; without one that cannot write them.
 
         SIGUSR2 makes a worker append its stacks to its stderr (`Worker.identify`). They are complete once every log has
         grown and none has grown since the last poll; after 3 s they are returned as they are.
         """
-        starts = [_size(process) for process in processes]
-        signalled = []
-        for process in processes:
-            able = bool(process.logs) and _state(process) not in (GONE, psutil.STATUS_STOPPED)
-            signalled.append(able)
-            if able:
-                with suppress(OSError):
-                    os.kill(process.pid, signal.SIGUSR2)
-        deadline, last_sizes = time.monotonic() + _STACKS_WITHIN_S, list(starts)
+        unable = (GONE, psutil.STATUS_STOPPED)
+        able = {name: of for name, of in processes.items() if of.logs and _state(of) not in unable}
+        starts = {name: _size(process) for name, process in able.items()}
+        for process in able.values():
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGUSR2)
+        deadline, last_sizes = time.monotonic() + _STACKS_WITHIN_S, starts
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            sizes = [_size(process) for process in processes]
-            all_grown = all(size > start for size, start, able in zip(sizes, starts, signalled) if able)
-            if all_grown and sizes == last_sizes:
+            sizes = {name: _size(process) for name, process in able.items()}
+            if sizes == last_sizes and all(sizes[name] > start for name, start in starts.items()):
                 break
             last_sizes = sizes
-        return [
-            _read(process.logs[-1], start) if able else "" for process, start, able in zip(processes, starts, signalled)
-        ]
+        return {name: _read(process.logs[-1], starts[name]) for name, process in able.items()}
 
-    def tails(self, processes: Sequence[Process]) -> list[str]:
+    def tails(self, processes: Mapping[str, Process]) -> dict[str, str]:
         """Returns the last 16 KiB of each process's stderr, or of its stdout if stderr is empty.
 
         Empty lines and Ray's marks are left out.
         """
-        texts = [
-            [_without_noise(_read(path, -_TAIL_BYTES)) for path in reversed(process.logs)] for process in processes
-        ]
-        return [next(filter(None, of_process), "") for of_process in texts]
-
-
-class _Query(NamedTuple):
-    """A query to a node that has not been answered."""
-
-    answer: ray.ObjectRef
-    names: list[str]
-    """Workers whose states were asked for."""
-    asked_at: float
+        return {name: _tail(process) for name, process in processes.items()}
 
 
 class ProcessMonitor:
@@ -108,7 +91,8 @@ class ProcessMonitor:
         self._local_monitor = NodeMonitor()
         self._remote_monitors: dict[str, Any] = {}
         self._num_monitors = 0
-        self._pending: dict[str, _Query] = {}
+        self._pending: dict[str, tuple[ray.ObjectRef, list[str], float]] = {}
+        """By node, the query that it has not answered, the workers whose states were asked for, and when."""
         self._states: dict[str, str] = {}
         self._stopped_since: dict[Process, float] = {}
         self._updated_at = 0.0
@@ -132,7 +116,7 @@ class ProcessMonitor:
         processes = dict(self._processes)
         remote = _by_node(processes)
         local = remote.pop(_this_node(), {})
-        self._states.update(zip(local, self._local_monitor.states(list(local.values()))))
+        self._states |= self._local_monitor.states(local)
         self._update_remote(remote)
         for name, process in processes.items():
             if self._states.get(name) != psutil.STATUS_STOPPED:
@@ -203,15 +187,15 @@ class ProcessMonitor:
                 continue
             del self._pending[node]
             try:
-                self._states.update(zip(names, ray.get(ref, timeout=0)))
+                self._states |= ray.get(ref, timeout=0)
             except RayError:  # forget what was known of the node's workers, and start a new monitor there
                 for name in names:
                     self._states.pop(name, None)
                 _end(self._remote_monitors.pop(node, None))
         for node, processes in nodes.items():
             if node not in self._pending:
-                ref = self._monitor_on(node).states.remote(list(processes.values()))
-                self._pending[node] = _Query(ref, list(processes), time.monotonic())
+                ref = self._monitor_on(node).states.remote(processes)
+                self._pending[node] = ref, list(processes), time.monotonic()
 
     def _monitor_on(self, node: str) -> Any:
         """Returns the NodeMonitor actor on another node, created at its first use."""
@@ -234,17 +218,14 @@ class ProcessMonitor:
         """Calls a method of NodeMonitor for processes on any node and waits up to 10 s per node."""
         answers: dict[str, str] = {}
         for node, on_node in _by_node(processes).items():
-            arguments = list(on_node.values())
             try:
                 if node == _this_node():
-                    results = getattr(self._local_monitor, method)(arguments)
+                    answers |= getattr(self._local_monitor, method)(on_node)
                 else:
-                    call = getattr(self._monitor_on(node), method).remote(arguments)
-                    results = ray.get(call, timeout=_ANSWER_WITHIN_S)
+                    call = getattr(self._monitor_on(node), method).remote(on_node)
+                    answers |= ray.get(call, timeout=_ANSWER_WITHIN_S)
             except (RayError, TimeoutError, OSError) as error:
                 log.info("node %s does not report on its workers: %s", node, type(error).__name__)
-            else:
-                answers.update(zip(on_node, results))
         return answers
 
 
@@ -308,6 +289,9 @@ def _read(path: str, start: int) -> str:
     return ""
 
 
-def _without_noise(text: str) -> str:
-    """Returns the text without empty lines and without the lines by which Ray marks a log as an actor's."""
-    return "\n".join(line for line in text.splitlines() if not _NOISE.match(line))
+def _tail(process: Process) -> str:
+    """Returns the end of a process's stderr, or of its stdout if stderr is empty."""
+    for path in reversed(process.logs):
+        if lines := [line for line in _read(path, -_TAIL_BYTES).splitlines() if not _NOISE.match(line)]:
+            return "\n".join(lines)
+    return ""

@@ -124,11 +124,8 @@ class Relay(Worker):
         """Waits for all values of the call of a rank; what it raises carries the rank's name."""
         try:
             return await (asyncio.gather(*call) if isinstance(call, list) else call)
-        except RayActorError:
-            raise
-        except RayTaskError as error:
-            if isinstance(error.cause, RayActorError):
-                raise
-            raise RankError(name, error.cause, str(error)) from None
         except Exception as error:
-            raise RankError(name, error, str(error)) from None
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, RayActorError):
+                raise
+            raise RankError(name, cause, str(error)) from None

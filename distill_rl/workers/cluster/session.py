@@ -29,7 +29,7 @@ from distill_rl.system.memory import object_store_room, object_store_size
 from distill_rl.system.signals import signals_blocked
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.hosts import Hosts
-from distill_rl.workers.cluster.places.placement import Node
+from distill_rl.workers.cluster.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
 _ALLOWED = re.compile(
@@ -197,8 +197,10 @@ def _local_ray(
             interrupted()
             directory = _private_directory() / secrets.token_hex(2)
         hosts.watch(roots)
-        if context.dashboard_url:
-            _tell_dashboard(context.dashboard_url)
+        if address := context.dashboard_url:
+            port = address.rpartition(":")[2]
+            token = f"; its token is in {os.environ['RAY_AUTH_TOKEN_PATH']}" if access.required() else ""
+            say(f"dashboard http://{address}{token}; elsewhere: ssh -N -L {port}:{address} {socket.gethostname()}")
         yield
     finally:
         family = with_descendants(roots)
@@ -211,13 +213,6 @@ def _local_ray(
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
         end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _tell_dashboard(address: str) -> None:
-    """Prints how to open the dashboard, here and from another machine."""
-    port = address.rpartition(":")[2]
-    token = f"; its token is in {os.environ['RAY_AUTH_TOKEN_PATH']}" if access.required() else ""
-    say(f"dashboard http://{address}{token}; elsewhere: ssh -N -L {port}:{address} {socket.gethostname()}")
 
 
 @contextmanager
@@ -278,9 +273,8 @@ def _token_file() -> Path:
     # It is written at the first call.
     # There is one per process, because Ray reads it once.
     path = _private_directory() / "token"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_urlsafe(32))
+    path.touch(0o600, exist_ok=False)
+    path.write_text(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_urlsafe(32))
     return path
 
 
@@ -312,8 +306,8 @@ def worker_environment() -> dict[str, str]:
 
 def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
-    allowed = {name: value for name, value in environment.items() if _ALLOWED.fullmatch(name)}
-    return {name: value for name, value in allowed.items() if not _SECRET.fullmatch(name)}
+    names = [name for name in environment if _ALLOWED.fullmatch(name) and not _SECRET.fullmatch(name)]
+    return {name: environment[name] for name in names}
 
 
 @contextmanager

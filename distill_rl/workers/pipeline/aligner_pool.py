@@ -24,7 +24,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,6 @@ class _Alignment:
         self.parts = [_AlignerTask(self, documents[part], is_part=True) for part in parts]
         self.assembly: _AlignerTask | None = _AlignerTask(self, documents, is_part=False)
 
-    def close(self, error: DistillError | None) -> None:
-        """Notes that the batch is aligned, or failed with `error`, and drops the references to its parts."""
-        self.closed, self.pending.error = True, error
-        self.parts, self.assembly = [], None  # tasks refer to this object: the circle would live until Python finds it
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -94,46 +90,36 @@ class _Call:
     """`time.monotonic()` of the call."""
 
 
+@dataclass
 class AlignerPool:
-    """The aligner actors, or this process in their place, called as one; see the top of this module.
+    """The aligner actors, or this process in their place, called as one; see the top of this module."""
 
-    Args:
-        group: the actors. If it is empty, `local` does the work in this process.
-        local: an object with the methods of `AlignerWorker`, for an empty group.
-        num_ranks: data-parallel ranks of the student and of all teachers together.
-        restarts: of aligners so far, which count against the budget.
-    """
+    _group: WorkerGroup
+    """The actors. If it is empty, `local` does the work in this process."""
+    _calls: Calls
+    _config: Config
+    num_ranks: int
+    """Data-parallel ranks of the student and of all teachers together."""
+    bad_rows: BadRows
+    local: Any = None
+    """An object with the methods of `AlignerWorker`, for an empty group."""
+    restarts: int = 0
+    """Number of aligners that were replaced."""
+    _failure: DistillError | None = None
+    """Why an aligner could not be replaced; set once, and no aligner is called any more."""
+    _submitted: int = 0
+    _unfinished: list[_Alignment] = field(default_factory=list)
+    _tasks: list[_AlignerTask] = field(default_factory=list)
+    """Not called yet."""
+    _running: dict[int, _Call] = field(default_factory=dict)
+    """By rank of the aligner."""
+    _aligned: list[PendingBatch] = field(default_factory=list)
+    """Batches that `advance` has not returned yet."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        calls: Calls,
-        config: Config,
-        *,
-        local: Any = None,
-        num_ranks: int,
-        bad_rows: BadRows,
-        restarts: int = 0,
-    ):
-        self._group, self._calls, self._config, self._local = group, calls, config, local
-        self._num_ranks, self._bad_rows, self._left_out = num_ranks, bad_rows, LeftOutLog()
-        self._recovery = AlignerRecovery(group, calls, config, bad_rows, restarts)
-        self._deadline_s = config.aligner.deadline_s
-        self._submitted = 0
-        self._unfinished: list[_Alignment] = []
-        self._tasks: list[_AlignerTask] = []
-        """Not called yet."""
-        self._running: dict[int, _Call] = {}
-        """By rank of the aligner."""
-        self._idle = deque(range(len(group.actors)))
+    def __post_init__(self) -> None:
+        self._left_out, self._deadline_s = LeftOutLog(), self._config.aligner.deadline_s
+        self._idle = deque(range(len(self._group.actors)))
         """Ranks of the aligners without a call, the one that has been idle for longest first."""
-        self._aligned: list[PendingBatch] = []
-        """Batches that `advance` has not returned yet."""
-
-    @property
-    def restarts(self) -> int:
-        """Number of aligners that were replaced."""
-        return self._recovery.restarts
 
     @property
     def queue(self) -> int:
@@ -197,7 +183,7 @@ class AlignerPool:
         """
         batch = pending.documents
         self._calls.until(
-            lambda: bool(pending.info or pending.error or self._recovery.failure),
+            lambda: bool(pending.info or pending.error or self._failure),
             advance or self.advance,
             self.awaited,
             what=f"aligning batch {batch.index + 1}",
@@ -205,9 +191,9 @@ class AlignerPool:
             timeout_s=self._deadline_s,
         )
         if pending.info is None:
-            raise pending.error or self._recovery.failure or AssertionError(pending)
+            raise pending.error or self._failure or AssertionError(pending)
         for row in pending.info.bad_rows:
-            self._bad_rows.add(batch.source, row)
+            self.bad_rows.add(batch.source, row)
         self._left_out.add(batch.source, pending.info)
         return pending.info
 
@@ -220,18 +206,18 @@ class AlignerPool:
     def _hand_out(self) -> None:
         """Gives idle aligners the tasks that wait, those of earlier batches first."""
         self._tasks.sort(key=lambda task: task.batch.order)  # stable: parts of a batch stay in order
-        while self._tasks and self._idle and self._recovery.failure is None:
+        while self._tasks and self._idle and self._failure is None:
             self._call(self._idle.popleft(), self._tasks.pop(0))
 
     def _call(self, rank: int, task: _AlignerTask) -> None:
         """Calls an idle aligner on a task, without the rows that are known to be bad."""
         actor, batch = self._group.actors[rank], task.batch.pending.documents
         if task.is_part:
-            skip = self._bad_rows.of(batch.source, task.documents)
+            skip = self.bad_rows.of(batch.source, task.documents)
             results = actor.align.options(num_returns=2).remote(task.documents, skip)
         else:
             parts = [part.aligned for part in task.batch.parts]
-            assemble = actor.assemble.options(num_returns=1 + self._num_ranks)
+            assemble = actor.assemble.options(num_returns=1 + self.num_ranks)
             results = assemble.remote(batch.index, batch.cursor, *parts)
         self._running[rank] = _Call(task, results, time.monotonic())
 
@@ -262,7 +248,7 @@ class AlignerPool:
         # If that is not possible, the batch has failed.
         task = call.task
         try:
-            self._recovery.recover(rank, call.results[0], error)
+            self._replace_if_lost(rank, call.results[0], error)
             if task.batch.closed:
                 return
             task.failures += 1
@@ -271,7 +257,7 @@ class AlignerPool:
                 self._tasks.append(task)
             elif task.failures == 2:
                 log.warning("%s failed twice; its rows are tried one by one", task.what)
-                self._recovery.find_bad_rows(rank, task.batch.pending.documents.source, task.documents)
+                self._find_bad_rows(rank, task.batch.pending.documents.source, task.documents)
                 again = [task] if task.is_part else task.batch.parts
                 for part in again:
                     part.aligned = None
@@ -281,11 +267,47 @@ class AlignerPool:
         except DistillError as final:
             self._close(task.batch, final)
 
+    def _replace_if_lost(self, rank: int, call: ray.ObjectRef, error: DistillError) -> None:
+        """Replaces an aligner whose only call failed with `error`, if it died or does not answer, and waits until the new one works."""
+        # Raises `error` if the user has to fix its cause. If no replacement is allowed or none starts, no aligner is called any more.
+        if error.exit_code == 2:
+            raise error
+        self._calls.hosts.require()
+        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
+        with suppress(RayError, TimeoutError):
+            with suppress(RayTaskError):
+                ray.get(call, timeout=0)
+            return  # it has returned or raised, so that its actor is alive and free
+        name, most = self._group.names[rank], self._config.faults.aligner_restarts
+        budget = f"faults.aligner_restarts={most}"
+        try:
+            if self.restarts >= most:
+                rule = f"aligners may be replaced {budget} times"
+                raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
+            self.restarts += 1
+            log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
+            self._group.replace(rank, timeout_s=self._config.ray.start_timeout_s)
+        except DistillError as failure:
+            self._failure = failure
+            raise
+
+    def _find_bad_rows(self, rank: int, source: str, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Tries each document that is not known to be bad on an aligner without a call, and records those that fail."""
+        for document in self.bad_rows.others(source, documents):
+            row = row_of(document)
+            calls = self._group.submit("try_row", document, ranks=[rank])
+            try:
+                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._deadline_s)
+            except DistillError as error:
+                self._replace_if_lost(rank, next(iter(calls)), error)
+                self.bad_rows.add(source, BadRow(row, str(error)))
+
     def _close(self, alignment: _Alignment, error: DistillError | None = None) -> None:
         """Ends the work on a batch: it is aligned, or failed with `error`, of several errors the first."""
         if alignment.closed:
             return
-        alignment.close(error)
+        alignment.closed, alignment.pending.error = True, error
+        alignment.parts, alignment.assembly = [], None  # tasks refer to it: the circle would live until Python finds it
         self._unfinished.remove(alignment)
         self._tasks = [task for task in self._tasks if task.batch is not alignment]
 
@@ -305,20 +327,20 @@ class AlignerPool:
             raise
         except Exception as error:
             log.warning("aligning batch %d: %s: %s", batch.index + 1, type(error).__name__, error)
-        for document in self._bad_rows.others(batch.source, batch.documents):
+        for document in self.bad_rows.others(batch.source, batch.documents):
             try:
-                self._local.try_row(document)
+                self.local.try_row(document)
             except DistillError:
                 raise
             except Exception as error:
-                self._bad_rows.add(batch.source, BadRow(row_of(document), f"{type(error).__name__}: {error}"))
+                self.bad_rows.add(batch.source, BadRow(row_of(document), f"{type(error).__name__}: {error}"))
         self._build_once(pending)
 
     def _build_once(self, pending: PendingBatch) -> None:
         """Aligns a batch in this process, without rows that are known to be bad; raises what the aligner raises."""
         batch = pending.documents
-        use, aligned = self._local.align(batch.documents, self._bad_rows.of(batch.source, batch.documents))
-        info, *rows = self._local.assemble(batch.index, batch.cursor, aligned)
+        use, aligned = self.local.align(batch.documents, self.bad_rows.of(batch.source, batch.documents))
+        info, *rows = self.local.assemble(batch.index, batch.cursor, aligned)
         self._calls.hosts.require()  # without its raylet `ray.put` would end this process
         self._finish(pending, _total(info, [use]), [ray.put(of_rank) for of_rank in rows])
 
@@ -368,80 +390,6 @@ def text_bytes(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(text_bytes(item) for item in value)
     return 0
-
-
-@dataclass
-class AlignerRecovery:
-    """Replaces aligners after failed calls. Its methods wait until an aligner works again."""
-
-    _group: WorkerGroup
-    _calls: Calls
-    _config: Config
-    _bad_rows: BadRows
-    restarts: int = 0
-    """Number of aligners that were replaced."""
-    failure: DistillError | None = None
-    """Why an aligner could not be replaced; set once, and no aligner should be called any more."""
-
-    def recover(self, rank: int, call: ray.ObjectRef, error: DistillError) -> None:
-        """Replaces an aligner if it died or does not answer; otherwise does nothing.
-
-        Args:
-            call: the only call that it had.
-            error: why that call failed.
-
-        Raises:
-            DistillError: `error`, if the user has to fix its cause; or the replacement does not start.
-            WorkerError: more aligners were replaced than `faults.aligner_restarts`, or (HostLost) none can be.
-        """
-        if error.exit_code == 2:
-            raise error
-        self._calls.hosts.require()
-        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if _answered(call):
-            return
-        name = self._group.names[rank]
-        budget = f"faults.aligner_restarts={self._config.faults.aligner_restarts}"
-        try:
-            if self.restarts >= self._config.faults.aligner_restarts:
-                rule = f"aligners may be replaced {budget} times"
-                raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
-            self.restarts += 1
-            log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
-            self._group.replace(rank, timeout_s=self._config.ray.start_timeout_s)
-        except DistillError as failure:
-            self.failure = failure
-            raise
-
-    def find_bad_rows(self, rank: int, source: str, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Tries each document that is not known to be bad on its own, and records those that fail.
-
-        Args:
-            rank: of an aligner without a call. It is replaced where it dies or hangs.
-            source: `train` or `validation`.
-
-        Raises:
-            DistillError: as for `recover`; or more rows are bad than the budget allows.
-        """
-        for document in self._bad_rows.others(source, documents):
-            row = row_of(document)
-            calls = self._group.submit("try_row", document, ranks=[rank])
-            try:
-                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._config.aligner.deadline_s)
-            except DistillError as error:
-                self.recover(rank, next(iter(calls)), error)
-                self._bad_rows.add(source, BadRow(row, str(error)))
-
-
-def _answered(call: ray.ObjectRef) -> bool:
-    """Returns whether a call has returned or raised, so that its actor is alive and free; does not wait."""
-    try:
-        ray.get(call, timeout=0)
-    except RayTaskError:
-        return True
-    except (RayError, TimeoutError):
-        return False
-    return True
 
 
 class BadRows:

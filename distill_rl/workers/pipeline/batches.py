@@ -45,24 +45,19 @@ def make_builder(
     tokenizer, stops = student
     tokenization = Tokenization.of(tokenizer, config.data, format=data_format, stops=stops)
     others: list[CrossTokenizerTeacher | None] = []
-    for settings, reader in zip(config.running_teachers, teachers, strict=True):
-        if reader is None:
-            others.append(None)
-            continue
-        teacher = CrossTokenizerTeacher.of(
-            settings.name, tokenizer, reader[0], config.aligner, student_stops=stops, stops=reader[1]
-        )
-        teacher.aligner.warm_up()
+    stored: set[int] = set()
+    required = {}
+    for i, (settings, reader) in enumerate(zip(config.running_teachers, teachers, strict=True)):
+        teacher = None
+        if reader is not None:
+            of_teacher, its_stops = reader
+            teacher = CrossTokenizerTeacher.of(
+                settings.name, tokenizer, of_teacher, config.aligner, student_stops=stops, stops=its_stops
+            )
+            teacher.aligner.warm_up()
         others.append(teacher)
-    return BatchBuilder(tokenization, plan, others, stored=_stored_targets(config))
-
-
-def _stored_targets(config: Config) -> StoredTargets:
-    """The teachers whose targets are read or stored, and the stores that decide what is trained on."""
-    teachers = [*enumerate(config.running_teachers)]
-    required = {
-        i: Store(Path(teacher.store)).has
-        for i, teacher in teachers
-        if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
-    }
-    return StoredTargets(frozenset(i for i, teacher in teachers if teacher.targets_store is not None), required)
+        if settings.targets_store is not None:
+            stored.add(i)
+        if settings.backend == "store" and settings.store and settings.missing == "skip":
+            required[i] = Store(Path(settings.store)).has  # it decides what is trained on
+    return BatchBuilder(tokenization, plan, others, stored=StoredTargets(frozenset(stored), required))

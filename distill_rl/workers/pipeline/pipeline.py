@@ -17,49 +17,61 @@ How one batch moves (`SubBatch` lists the states):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import ray
 
 from distill_rl.config.derive import RingPlan
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
-from distill_rl.transport.base import Slot
+from distill_rl.errors import ConfigError
+from distill_rl.observe.log import say
+from distill_rl.transport.base import Handle, Layout, Offer, Place, Slot, readers_of
+from distill_rl.transport.choose import TransportChoice, choose
+from distill_rl.transport.segment import Backing
 from distill_rl.types import BatchInfo, DocumentBatch
+from distill_rl.workers.actors.rank import Problem
+from distill_rl.workers.cluster.calls import Calls, Refs
+from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, SlotLedger, State, SubBatch, Teachers
 
+FALLBACK = "object_store"
 
+log = logging.getLogger(__name__)
+
+
+@dataclass
 class Pipeline:
     """Submits batches to the aligners and, as far as their rings have room, to the teachers.
 
     The batch being trained on has priority. Later batches always leave it room for one sub-batch, so it can always
     continue; a validation batch becomes the current one and needs no ring of its own.
-
-    Args:
-        rings: the number of slots per ring, and how many of them a sub-batch takes.
-        method: of the teachers. `store_targets` publishes nothing: slots then bound how many calls wait, and nothing else.
     """
 
-    def __init__(
-        self,
-        aligners: AlignerPool,
-        teachers: Teachers,
-        plan: BatchPlan,
-        rings: RingPlan,
-        method: Literal["forward", "store_targets"] = "forward",
-    ):
-        self._method = method
-        self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
-        self._ledgers = self._new_ledgers()
+    aligners: AlignerPool
+    _teachers: Teachers
+    _plan: BatchPlan
+    _rings: RingPlan
+    """The number of slots per ring, and how many of them a sub-batch takes."""
+    _method: Literal["forward", "store_targets"] = "forward"
+    """Of the teachers. `store_targets` publishes nothing: slots then bound how many calls wait, and nothing else."""
+    lost: set[str] = field(default_factory=set)
+    """Teachers that the run continues without."""
+
+    def __post_init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._current: PendingBatch | None = None
         self._queue: list[tuple[PendingBatch, SubBatch]] = []
         """QUEUED sub-batches in the order in which their teachers will be called."""
         self._open: list[SubBatch] = []
         """Sub-batches that hold slots, in the order in which their teachers were called."""
-        self.lost: set[str] = set()
-        """Teachers that the run continues without."""
+        self._ledgers = {teacher.name: SlotLedger(self._rings.slots[teacher.name]) for teacher, _ in self._teachers}
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to the aligners, and to the teachers as soon as `advance` finds it aligned. Does not wait.
@@ -141,11 +153,7 @@ class Pipeline:
         Teachers that have been called go on, and nobody reads what they publish.
         """
         self.aligners.abandon()
-        self._queue, self._open, self._current, self._ledgers = [], [], None, self._new_ledgers()
-
-    def _new_ledgers(self) -> dict[str, SlotLedger]:
-        """The account of every teacher's ring with all slots free."""
-        return {teacher.name: SlotLedger(self._rings.slots[teacher.name]) for teacher, _ in self._teachers}
+        self._forget()
 
     def occupancy(self) -> dict[str, float]:
         """Returns, by teacher, the largest share (0 to 1) of its ring in use since the last call."""
@@ -209,3 +217,173 @@ class Pipeline:
 def _of_leader(calls: ReplicaCalls) -> ReplicaCalls:
     """The call of the first rank alone: it has published, and the other ranks' calls, which may have failed, are not needed."""
     return replace(calls, calls={calls.leader: calls.calls[calls.leader]})
+
+
+# The rings between teachers and student.
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From one teacher rank that publishes to the student ranks that read it."""
+
+    group: WorkerGroup
+    rank: int
+    source: str
+    """Name of the teacher rank."""
+    readers: tuple[int, ...]
+    num_slots: int
+    choice: TransportChoice
+    backing: Backing = "memfd"
+
+
+class Connector:
+    """Chooses the transport for each teacher's targets, and opens and proves every ring before the first step.
+
+    For each teacher rank that publishes, the hand-shake is:
+
+    1. The teacher makes a ring and returns one offer per student rank that reads it.
+    2. Those readers open the ring and return receipts, which the teacher accepts.
+    3. The teacher publishes a probe of 1 KiB, and the readers check that it arrives as it was sent.
+
+    A rank that fails a stage returns a `Problem` instead of raising, so that a second choice can be tried: shared memory
+    as a file, otherwise, with `transport: auto`, the object store. A second choice that fails too is an error.
+
+    Args:
+        teachers, student: groups that have started.
+    """
+
+    def __init__(self, config: Config, teachers: Teachers, student: WorkerGroup, rings: RingPlan, calls: Calls):
+        self._config, self._teachers, self._student, self._rings, self._calls = config, teachers, student, rings, calls
+        self._timeout_s = config.ray.start_timeout_s
+        self._used: dict[str, Route] = {}
+        """Routes whose probe arrived, by source."""
+
+    def connect(self, lost: Collection[str] = ()) -> dict[str, TransportChoice]:
+        """Opens and proves all rings, with a second choice where the first fails, and prints the transports in use.
+
+        Args:
+            lost: teachers that the run goes on without.
+
+        Returns:
+            The proven transport of each teacher rank that publishes, by its name.
+
+        Raises:
+            ConfigError: no transport that the settings allow works from a teacher to a student rank.
+        """
+        places = self._places(self._student)
+        routes = [
+            self._route(teacher, group, replica, places)
+            for teacher, group in self._teachers
+            if teacher.name not in lost
+            for replica in range(teacher.parallel.dp)
+        ]
+        self._used.clear()
+        self._join(routes)
+        chosen = {source: route.choice for source, route in self._used.items()}
+        for choice in dict.fromkeys(chosen.values()):
+            say(f"transport {choice.name}: {choice.reason}")
+            log.info("it is used by %s", ", ".join(source for source, other in chosen.items() if other == choice))
+        return chosen
+
+    def reconnect(self, teacher: TeacherConfig, group: WorkerGroup, rank: int) -> None:
+        """Opens and proves the ring of a replacement replica, whose first rank is `rank`.
+
+        Raises:
+            ConfigError: as for `connect`.
+        """
+        self._join([self._route(teacher, group, rank // teacher.ranks_per_replica, self._places(self._student))])
+
+    def _join(self, routes: Sequence[Route]) -> None:
+        """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`."""
+        # Before the second try, the student closes all transports that no other route uses.
+        problems = self._open(routes)
+        retries = [self._second_choice(route, problems[route.source]) for route in routes if route.source in problems]
+        self._used |= {route.source: route for route in routes if route.source not in problems}
+        if retries:
+            for route in retries:
+                self._used.pop(route.source, None)
+            # Readers close first: what they have opened belongs to the teachers.
+            names = sorted({route.choice.name for route in self._used.values()})
+            self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
+        for source, problem in self._open(retries).items():
+            rule = f"must work from {source} to the student"
+            raise ConfigError("transport", rule, problem, "set transport=object_store")
+        self._used |= {route.source: route for route in retries}
+
+    def _places(self, group: WorkerGroup, ranks: Sequence[int] | None = None) -> list[Place]:
+        """Asks all ranks of a group, or `ranks`, where they run, and returns the answers in that order."""
+        return self._gather(group.submit("place", ranks=ranks))
+
+    def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
+        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows."""
+        # Opens nothing.
+        dp, rank = teacher.parallel.dp, replica * teacher.ranks_per_replica
+        students = self._config.student.parallel
+        (place,) = self._places(group, [rank])
+        # Divide the batch into dp · dp' equal parts. Replica r of the teacher's dp writes parts r·dp' to (r + 1)·dp';
+        # rank s of the student's dp' reads parts s·dp to (s + 1)·dp. `readers_of` finds the ranks whose parts overlap.
+        written = Layout(replica * students.dp, students.dp, 1)
+        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, per_row=students.ranks_per_row)
+        choice = choose(self._config.transport, place, [places[reader] for reader in readers])
+        source, num_slots = group.names[rank], self._rings.slots[teacher.name]
+        on = ", ".join(dict.fromkeys(_node_and_device(places[reader]) for reader in readers))
+        log.info("%s on %s is read on %s", source, _node_and_device(place), on)
+        return Route(group, rank, source, readers, num_slots, choice)
+
+    def _second_choice(self, route: Route, problem: str) -> Route:
+        """Returns the route to try after `route` has failed: shared memory as a file, for others the object store."""
+        if route.choice.name == "shared_memory":
+            log.info("%s: shared memory is tried as a file: %s", route.source, problem)
+            return replace(route, backing="file")
+        if self._config.transport != "auto" or route.choice.name == FALLBACK:
+            rule = f"{route.choice.name} must work from {route.source} to the student"
+            raise ConfigError("transport", rule, problem, "set transport=auto, which takes one that does")
+        return replace(route, choice=TransportChoice(FALLBACK, f"{route.choice.name} does not work: {problem}"))
+
+    def _open(self, routes: Sequence[Route]) -> dict[str, str]:
+        """Runs the hand-shake on all routes, stage by stage."""
+        # A route that fails a stage takes no part in the later ones.
+        problems: dict[str, str] = {}
+
+        def teachers(method: str, arguments: Mapping[Route, tuple[Any, ...]]) -> dict[Route, Any]:
+            calls = [(route, route.group, route.rank, of_route) for route, of_route in arguments.items()]
+            return {route: answer for route, (answer,) in self._call(method, calls, problems).items()}
+
+        def readers(method: str, items: Mapping[Route, Sequence[Offer | Handle]]) -> dict[Route, list[Any]]:
+            calls = [
+                (route, self._student, reader, (item,))
+                for route, of_route in items.items()
+                for reader, item in zip(route.readers, of_route)
+            ]
+            return self._call(method, calls, problems)
+
+        rings = {
+            route: (route.choice.name, route.source, route.num_slots, route.readers, route.backing) for route in routes
+        }
+        receipts = readers("open_ring", teachers("open_ring", rings))
+        accepted = teachers("accept", {route: (of_route,) for route, of_route in receipts.items()})
+        probes = teachers("publish_probe", dict.fromkeys(accepted, ()))
+        readers("read_probe", {route: [probe] * len(route.readers) for route, probe in probes.items()})
+        return problems
+
+    def _call(
+        self, method: str, calls: Sequence[tuple[Route, WorkerGroup, int, tuple[Any, ...]]], problems: dict[str, str]
+    ) -> dict[Route, list[Any]]:
+        """Calls a method on ranks, each for a route, all at the same time; returns the answers for routes without a problem."""
+        submitted: Refs = {}
+        for _, group, rank, arguments in calls:
+            submitted |= group.submit(method, *arguments, ranks=[rank])
+        answers: dict[Route, list[Any]] = {}
+        for (route, *_), answer in zip(calls, self._gather(submitted)):
+            answers.setdefault(route, []).append(answer)
+            if isinstance(answer, Problem):
+                problems.setdefault(route.source, str(answer))
+        return {route: of_route for route, of_route in answers.items() if route.source not in problems}
+
+    def _gather(self, calls: Refs) -> list[Any]:
+        return self._calls.gather(calls, what="connecting", timeout_s=self._timeout_s)
+
+
+def _node_and_device(place: Place) -> str:
+    """A place, for messages."""
+    return f"node {place.node_id} ({place.device})"

@@ -1,43 +1,57 @@
-"""The student's ranks, called as one."""
+"""The student's ranks, called as one; the teachers of a capture, which no student reads; and the metrics of a step."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
+
+import ray
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
-from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
+from distill_rl.types import AlignmentInfo, BatchInfo
 from distill_rl.workers.actors.student import Retryable
 from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.cluster.calls import Calls, Overdue, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.hosts import HostLost
-from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.relay import each
-from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
-from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery, without_remedy
+from distill_rl.workers.pipeline.recovery import TeacherRecovery
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
+
+
+@dataclass
+class _Group:
+    """Waits for calls on batches, while the pipeline goes on with later ones."""
+
+    _config: Config
+    _calls: Calls
+    _pipeline: Pipeline
+    _recovery: TeacherRecovery
+
+    def _gather(self, calls: Refs, what: str) -> list[Any]:
+        """Waits for calls while the pipeline goes on with later batches, and returns their results in order."""
+        timeout_s, pipeline = self._config.ray.step_timeout_s, self._pipeline
+        return self._calls.gather(
+            calls, what=what, timeout_s=timeout_s, meanwhile=pipeline.advance, also=pipeline.awaited
+        )
 
 
 @dataclass
 class _Progress:
     """One batch on its way through the student, in training or in validation."""
 
+    batch: PendingBatch
     method: str
     """Of StudentWorker."""
     what: str
     """For messages."""
     timers: tuple[str, str, str]
     """Names under which the waits for the aligner, the teachers and the student are timed."""
-    last: SubBatch | None = None
-    """The batch's last sub-batch, known once it is aligned."""
     running: deque[SubBatch] = field(default_factory=deque)
     """TRAINING: the student has been called and not yet waited for."""
     teacher_stats: list[list[list[TeacherStats]]] = field(default_factory=list)
@@ -45,15 +59,11 @@ class _Progress:
 
 
 @dataclass
-class StudentGroup:
+class StudentGroup(_Group):
     """The student's ranks, called as one. Recovers from the deaths of teachers on the way."""
 
     _group: WorkerGroup
-    _config: Config
-    _calls: Calls
     _timer: StepTimer
-    _pipeline: Pipeline
-    _recovery: TeacherRecovery
     is_within_step: bool = False
     """Whether the ranks may be somewhere in a step, so that their state is none to save."""
 
@@ -70,12 +80,12 @@ class StudentGroup:
             DistillError: a worker failed and cannot be recovered from.
         """
         step = f"step {batch.documents.index + 1}"
-        return self._run(_Progress("train", step, ("wait_aligner", "wait_teachers", "student")), batch)
+        return self._run(_Progress(batch, "train", step, ("wait_aligner", "wait_teachers", "student")))
 
     def evaluate(self, batch: PendingBatch) -> dict[str, Metric]:
         """Returns the validation losses of one batch, without training on it; otherwise like `train_step`."""
         what = f"validation batch {batch.documents.index}"
-        return self._run(_Progress("evaluate", what, ("validation",) * 3), batch)
+        return self._run(_Progress(batch, "evaluate", what, ("validation",) * 3))
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
         """Calls a method in which all ranks take part (save, load, export), and waits for it.
@@ -90,14 +100,13 @@ class StudentGroup:
         """
         return self._gather(self._group.submit(method, *arguments), what)
 
-    def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
+    def _run(self, progress: _Progress) -> dict[str, Metric]:
         """Waits for a batch's alignment, calls the student on every sub-batch as its teachers are called, and waits."""
         # The student is called only after the alignment is known to exist: no earlier fault can reach its state. Sets
         # `batch.metrics`.
-        queue = self._pipeline.aligners.queue
+        batch, queue = progress.batch, self._pipeline.aligners.queue
         with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
-        progress.last = batch.sub_batches[-1]
         self.is_within_step = progress.method == "train"
         with self._calls.hosts.finishing():
             for sub_batch in batch.sub_batches:
@@ -121,7 +130,7 @@ class StudentGroup:
         per_row, published = self._config.student.parallel.ranks_per_row, sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = self._group.collect([ref for teacher in published for ref in teacher])
-        ranks, is_last = range(len(self._group.actors)), sub_batch is progress.last
+        ranks, is_last = range(len(self._group.actors)), sub_batch is progress.batch.sub_batches[-1]
         rows = [sub_batch.student[rank // per_row] for rank in ranks]
         calls = self._group.submit_each(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=ranks)
         sub_batch.call_student(calls)
@@ -132,31 +141,23 @@ class StudentGroup:
         sub_batch = progress.running[0]
         while True:
             try:
-                stats, results = self._wait(progress, sub_batch)
+                calls = sub_batch.all_teacher_calls
+                with self._timer.part(progress.timers[1]):
+                    returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
+                with self._timer.part(progress.timers[2]):
+                    results = self._gather(sub_batch.student_calls, progress.what)
+                for result in results:
+                    if isinstance(result, Retryable):
+                        raise WorkerError("the student", f"{progress.what} must reach its targets", result.reason)
                 break
             except DistillError as error:
                 self._recover(progress, error)
+        progress.teacher_stats.append([[returned[ref] for ref in teacher] for teacher in sub_batch.leaders])
         if sub_batch.state is State.TRAINING:
             sub_batch.finish()
         progress.running.popleft()
-        progress.teacher_stats.append(stats)
         progress.results += results
         self._pipeline.finish(sub_batch)
-
-    def _wait(
-        self, progress: _Progress, sub_batch: SubBatch
-    ) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
-        """Waits for the teachers' and then the student's calls of a sub-batch, timing both."""
-        calls = sub_batch.all_teacher_calls
-        with self._timer.part(progress.timers[1]):
-            returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
-            stats = [[returned[ref] for ref in teacher] for teacher in sub_batch.leaders]
-        with self._timer.part(progress.timers[2]):
-            results = self._gather(sub_batch.student_calls, progress.what)
-        for result in results:
-            if isinstance(result, Retryable):
-                raise WorkerError("the student", f"{progress.what} must reach its targets", result.reason)
-        return stats, results
 
     def _recover(self, progress: _Progress, error: DistillError) -> None:
         """Replaces dead teachers or gives one up, and calls the student again on sub-batches that it could not begin."""
@@ -164,120 +165,197 @@ class StudentGroup:
         with self._timer.part("recovery"):
             self._recovery.find_dead(error, progress.what)
             for sub_batch in progress.running:
-                if sub_batch.state is State.TRAINING and self._find_whether_done(progress, sub_batch, error):
+                if sub_batch.state is State.TRAINING and self._is_done(progress, sub_batch, error):
                     sub_batch.finish()
             self._recovery.replace_dead()
             for sub_batch in progress.running:
                 if sub_batch.state is State.TRAINING:
                     self._call_student(progress, sub_batch)
 
-    def _find_whether_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
-        """Like `_is_done`, and ends teachers that die or hang meanwhile, each of which may leave others waiting."""
-        while True:
-            try:
-                return self._is_done(progress, sub_batch, error)
-            except Overdue as late:
-                self._recovery.find_dead(late, progress.what)
-
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
         """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began."""
         names = sub_batch.all_teacher_calls
         leaders: Refs = {ref: names[ref] for teacher in sub_batch.leaders for ref in teacher}
-        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(leaders, progress.what)):
-            return False  # Ray does not run a call whose arguments failed
-        outcomes = self._outcomes(sub_batch.student_calls, progress.what)
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
-            raise error
-        return not any(isinstance(outcome, Retryable) for outcome in outcomes)
+        while True:
+            try:
+                if any(isinstance(outcome, BaseException) for outcome in self._outcomes(leaders, progress.what)):
+                    return False  # Ray does not run a call whose arguments failed
+                outcomes = self._outcomes(sub_batch.student_calls, progress.what)
+                if any(isinstance(outcome, BaseException) for outcome in outcomes):
+                    raise error
+                return not any(isinstance(outcome, Retryable) for outcome in outcomes)
+            except Overdue as late:  # ends teachers that die or hang meanwhile, each of which may leave others waiting
+                self._recovery.find_dead(late, progress.what)
 
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
         """Waits until all calls have ended, and returns each one's result or Ray's error (not raised), in order."""
         timeout_s = self._config.ray.step_timeout_s
         return each(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
-    def _gather(self, calls: Refs, what: str) -> list[Any]:
-        """Waits for calls while the pipeline goes on with later batches, and returns their results in order."""
-        timeout_s, pipeline = self._config.ray.step_timeout_s, self._pipeline
-        return self._calls.gather(
-            calls, what=what, timeout_s=timeout_s, meanwhile=pipeline.advance, also=pipeline.awaited
-        )
-
-
-# Starts the student again after one of its ranks has died or hangs, within a budget.
-
-Loaded = TypeVar("Loaded")
-
 
 @dataclass
-class StudentRecovery:
-    """Replaces the student's ranks; see the top of this module."""
+class CaptureGroup(_Group):
+    """The teachers of a capture, called as one: they store what they compute, and no student reads it.
 
-    _config: Config
-    _group: WorkerGroup
-    _calls: Calls
-    _connector: Connector
-    _pipeline: Pipeline
-    _teachers: TeacherRecovery
-    _restarts: int = 0
+    Recovers from the deaths of teachers on the way.
+    """
 
-    def counts(self) -> dict[str, Metric]:
-        """Returns the metric of restarts since this start of the run; empty if there were none."""
-        return {"faults/student_restarts": Metric(float(self._restarts), "last")} if self._restarts else {}
+    _teachers: Teachers
 
-    def lost(self, error: DistillError, what: str) -> dict[str, DistillError]:
-        """Returns which actors are lost after a call has failed with `error`, ranks of the student among them.
+    @property
+    def restarts(self) -> int:
+        """Teachers that were replaced. What one had not written when it died is not in the store."""
+        return self._recovery.restarts
 
-        Args:
-            what: what was being done, for messages.
+    def capture(self, batch: PendingBatch) -> tuple[BatchInfo, Sequence[TeacherStats]]:
+        """Waits until a batch is aligned and all teachers have stored its targets, or will with their next shard.
+
+        Returns:
+            What the batch holds, and what every replica of every teacher measured, by sub-batch.
 
         Raises:
-            DistillError: `error`, if no rank of the student is dead or late, or none may be restarted any more.
+            DistillError: a worker failed and cannot be recovered from.
         """
-        if not isinstance(error, WorkerError) or self._restarts >= self._config.faults.student_restarts:
-            raise error
-        lost = self._calls.lost(error, self._group.names, what)
-        if not lost.keys() & set(self._group.names):
-            raise error
-        return lost
+        what = f"the capture of batch {batch.documents.index + 1}"
+        info = self._pipeline.settle(batch)
+        running: deque[SubBatch] = deque()
+        stats: list[TeacherStats] = []
+        for sub_batch in batch.sub_batches:
+            while sub_batch.state is State.QUEUED:  # others are running: finishing the first gives room for this one
+                stats += self._finish(running.popleft(), what)
+            running.append(sub_batch)
+        while running:
+            stats += self._finish(running.popleft(), what)
+        return info, stats
 
-    def restart(self, lost: Mapping[str, DistillError], load: Callable[[], Loaded]) -> Loaded:
-        """Starts the student again, opens all rings anew, and returns what `load` does.
+    def finish(self) -> int:
+        """Makes all teachers write what is waiting, and returns the bytes that they have written since the start.
 
-        The caller must have released all batches. Teachers that are lost, too, are replaced. Prints each restart; one that fails
-        because an actor died or did not answer is repeated while the budget lasts.
-
-        Args:
-            lost: why each lost actor is lost, by name.
-            load: makes the new ranks those of a checkpoint.
+        A teacher that dies meanwhile is replaced; what it had not written is then missing (`restarts`).
 
         Raises:
-            DistillError: what a restart failed with, if it may not be repeated.
+            DistillError: a teacher failed and cannot be recovered from, or cannot write.
         """
-        budget = self._config.faults.student_restarts
+
+        def calls() -> Refs:
+            return {call: name for _, group in self._teachers for call, name in group.submit("finish_store").items()}
+
+        return sum(self._returned(calls, "writing the last targets").values())
+
+    def _finish(self, sub_batch: SubBatch, what: str) -> list[TeacherStats]:
+        """Waits for the teachers' calls on a sub-batch, and frees its slots."""
+        returned = self._returned(lambda: sub_batch.all_teacher_calls, what)
+        stats = [returned[ref] for teacher in sub_batch.leaders for ref in teacher]
+        sub_batch.call_student({})
+        sub_batch.finish()
+        self._pipeline.finish(sub_batch)
+        return stats
+
+    def _returned(self, make_calls: Callable[[], Refs], what: str) -> dict[ray.ObjectRef, Any]:
+        """The result of each call; makes the calls again after it has replaced teachers that died."""
         while True:
-            self._restarts += 1
-            names = [name for name in self._group.names if name in lost] or sorted(lost)
-            cause = without_remedy(lost[names[0]])
-            say(f"restarting the student ({self._restarts} of faults.student_restarts={budget}): {cause}")
+            calls = make_calls()
             try:
-                self._start(lost)
-                return load()
-            except WorkerError as failure:
-                lost = self._calls.lost(failure, self._calls.names.values(), "the restart")
-                if not lost or self._restarts >= budget or isinstance(failure, HostLost):
-                    raise
+                return dict(zip(calls, self._gather(calls, what)))
+            except DistillError as error:
+                self._recovery.find_dead(error, what)
+                self._recovery.replace_dead()
 
-    def _start(self, lost: Mapping[str, DistillError]) -> None:
-        """Replaces all ranks and the lost teachers, and waits until they have loaded their models and opened the rings."""
-        ray, size = self._config.ray, len(self._group.actors)
-        self._pipeline.abandon()
-        if self._calls.monitor is not None:
-            self._calls.monitor.dump_stacks(self._group.names)
-            keep_logs(self._group.processes, self._calls.monitor.folder)
-        self._group.renew(range(size), ray.start_timeout_s)
-        started = self._group.start(size=size, timeout_s=ray.start_timeout_s)
-        self._calls.gather(started, what="loading the student again", timeout_s=ray.start_timeout_s)
-        self._teachers.note_dead({**lost, **self._calls.dead()})
-        self._teachers.replace_dead()
-        self._teachers.settle(ray.step_timeout_s)
-        self._connector.connect(self._pipeline.lost)
+
+# A step's metrics about alignment, teachers and transport, computed from what the workers returned.
+
+
+def describe_transport(
+    config: Config,
+    stats: Sequence[Sequence[Sequence[TeacherStats]]],
+    occupancy: Mapping[str, float],
+    lost: Collection[str] = (),
+) -> dict[str, Metric]:
+    """Returns the metrics of one batch about the transport and the teachers' times, by name; empty without teachers.
+
+    These are bytes, bytes per position of the rows (padding included), the share of tokens whose targets came from a
+    store (where teachers have one), and by teacher the use of its ring and the
+    seconds of `forward` and `publish` of its slowest replica, and the peak memory of its largest, in GiB.
+
+    Args:
+        stats: what was measured, by sub-batch, running teacher and replica.
+        occupancy: by teacher, the largest share of its ring in use.
+        lost: teachers that the run continues without; they get no metrics.
+    """
+    teachers = config.running_teachers
+    if not teachers:
+        return {}
+    flat = [replica for sub_batch in stats for teacher in sub_batch for replica in teacher]
+    num_bytes = sum(replica.num_bytes for replica in flat)
+    positions = sum(replica.num_positions for replica in flat)
+    metrics = {
+        "transport/bytes": Metric(float(num_bytes), "sum"),
+        "transport/bytes_per_token": Metric(num_bytes / max(positions, 1), "mean", positions),
+    }
+    if looked_up := sum(replica.tokens_read + replica.tokens_computed for replica in flat):
+        read = sum(replica.tokens_read for replica in flat)
+        metrics["store/read"] = Metric(read / looked_up, "mean", looked_up)
+    for t, teacher in enumerate(teachers):
+        if teacher.name in lost:
+            continue
+        suffix = f"/{teacher.name}" if len(teachers) > 1 else ""
+        metrics[f"transport/slot_occupancy{suffix}"] = Metric(occupancy[teacher.name], "max")
+        # A replica's time is the sum over its sub-batches; a teacher's time is that of its slowest replica.
+        replicas = list(zip(*(sub_batch[t] for sub_batch in stats)))
+        forward_s = max(sum(call.forward_s for call in replica) for replica in replicas)
+        publish_s = max(sum(call.publish_s for call in replica) for replica in replicas)
+        metrics[f"timing/{teacher.name}/forward"] = Metric(forward_s, "per_step")
+        metrics[f"timing/{teacher.name}/publish"] = Metric(publish_s, "per_step")
+        metrics[f"memory/{teacher.name}"] = Metric(max(c.peak_gib for replica in replicas for c in replica), "max")
+    return metrics
+
+
+def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
+    """Returns the metrics of one batch about its alignment, by name.
+
+    These are counts of documents, of those truncated, split, incompletely rendered, left out and without labels, of tokens and
+    rows, the shares of positions that hold a token and of tokens with a label, the queue, seconds, the aligner's peak
+    memory in GiB, and per teacher with another tokenizer those about its chunks.
+
+    Args:
+        queue: batches that the aligners had not finished when the student was ready for this one.
+    """
+    metrics = {
+        "align/documents": Metric(info.num_documents, "sum"),
+        "align/truncated": Metric(info.num_truncated, "sum"),
+        "align/split": Metric(info.num_split, "sum"),
+        "align/unlabelled": Metric(info.num_unlabelled, "sum"),
+        "align/tokens": Metric(info.num_tokens, "sum"),
+        "align/rows": Metric(info.num_rows, "sum"),
+        "align/bad_rows": Metric(info.num_left_out, "sum"),
+        "align/efficiency": Metric(info.num_tokens / max(info.num_positions, 1), "mean", info.num_positions),
+        "align/labelled": Metric(info.num_labels / max(info.num_tokens, 1), "mean", info.num_tokens),
+        "align/queue": Metric(queue, "max"),
+        "timing/aligner/align": Metric(info.seconds, "per_step"),
+        "memory/aligner": Metric(info.peak_gib, "max"),
+    }
+    if info.num_not_stored:
+        metrics["align/not_stored"] = Metric(info.num_not_stored, "sum")
+    if info.num_incomplete:
+        metrics["align/incomplete"] = Metric(info.num_incomplete, "sum")
+    for alignment in info.alignments:
+        suffix = f"/{alignment.teacher}" if len(info.alignments) > 1 else ""
+        metrics |= _describe_pair(alignment, info.num_labels, suffix)
+    return metrics
+
+
+def _describe_pair(alignment: AlignmentInfo, num_labels: int, suffix: str) -> dict[str, Metric]:
+    """Returns the metrics about the chunks of one teacher with another tokenizer, by name."""
+    # These are their number, the shares of one-to-one chunks, of labels covered and of documents aligned exactly, and
+    # documents by alignment method.
+    chunks, documents = alignment.num_chunks, sum(alignment.methods.values())
+    num_labels = num_labels if alignment.num_labels is None else alignment.num_labels
+    metrics = {
+        f"align/chunks{suffix}": Metric(chunks, "sum"),
+        f"align/one_to_one{suffix}": Metric(alignment.num_one_to_one / max(chunks, 1), "mean", chunks),
+        f"align/coverage{suffix}": Metric(alignment.num_covered / max(num_labels, 1), "mean", num_labels),
+        f"align/exact{suffix}": Metric(alignment.num_exact / max(documents, 1), "mean", documents),
+    }
+    for method, count in sorted(alignment.methods.items()):
+        metrics[f"align/method/{method}{suffix}"] = Metric(count, "sum")
+    return metrics

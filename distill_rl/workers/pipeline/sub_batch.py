@@ -25,6 +25,12 @@ Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
 """The running teachers, each with its ranks."""
 
 
+def replicas_of(teacher: TeacherConfig) -> list[range]:
+    """The ranks of each replica of a teacher, in its group's order."""
+    size = teacher.ranks_per_replica
+    return [range(first, first + size) for first in range(0, teacher.parallel.dp * size, size)]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaCalls:
     """The calls of a teacher's replica on a sub-batch."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.places.placement import PlacementPlan
+from distill_rl.workers.cluster.placement import PlacementPlan
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

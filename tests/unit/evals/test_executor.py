@@ -13,7 +13,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, SuiteTask, chunks
 from distill_rl.evals.suites.base import Item
-from distill_rl.workers.evaluation.executor import RayExecutor, Shards
+from distill_rl.workers.evaluation import RayExecutor, Shards
 from tests.helpers.models import ask_otherwise, write_tiny_model
 
 ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") for n in range(40)]

@@ -10,8 +10,8 @@ from distill_rl.transport.base import Handle, Layout, Offer, Ring, Slot, TensorS
 from distill_rl.transport.ring import (
     ALIGNMENT,
     LINE,
-    SlotReader,
-    SlotWriter,
+    OpenedRing,
+    WrittenRing,
     bytes_needed,
     check_offer,
     place,
@@ -34,7 +34,7 @@ def words():
 
 @pytest.fixture
 def writer(words):
-    return SlotWriter(words, RING)
+    return WrittenRing(ring=RING, nonce=b"", buffer=torch.empty(0), words=words)
 
 
 def handle(slot):
@@ -47,7 +47,8 @@ def write(writer, slot, layout=LAYOUT):
 
 
 def read(words, slot, reader):
-    with SlotReader(words, RING, reader).reading(handle(slot)):
+    ring = OpenedRing(ring=RING, nonce=b"", buffer=torch.empty(0), words=words, reader=reader)
+    with ring.reading(handle(slot)):
         pass
 
 

@@ -59,33 +59,32 @@ def update_after(seconds: float, monitor: ProcessMonitor, monkeypatch) -> None:
 
 def test_states_and_stacks_of_a_process(worker):
     here = NodeMonitor()
-    assert here.states([worker]) == ["sleeping"]
-    (stack,) = here.stacks([worker])
-    assert "waits_here" in stack
+    assert here.states({"it": worker}) == {"it": "sleeping"}
+    assert "waits_here" in here.stacks({"it": worker})["it"]
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: here.states([worker]) == ["stopped"], "the stop")
-    assert here.stacks([worker]) == [""], "a stopped process cannot write"
+    until(lambda: here.states({"it": worker}) == {"it": "stopped"}, "the stop")
+    assert here.stacks({"it": worker}) == {}, "a stopped process cannot write"
     here.kill(worker)
-    until(lambda: here.states([worker]) == ["gone"], "the end")
+    until(lambda: here.states({"it": worker}) == {"it": "gone"}, "the end")
 
 
 def test_reused_pid_is_neither_reported_nor_killed(worker):
     other = Process(worker.pid, worker.created - 1, "here")
-    assert NodeMonitor().states([other]) == ["gone"]
+    assert NodeMonitor().states({"it": other}) == {"it": "gone"}
     NodeMonitor().kill(other)
-    assert NodeMonitor().states([worker]) == ["sleeping"]
+    assert NodeMonitor().states({"it": worker}) == {"it": "sleeping"}
 
 
 def test_process_stopped_for_too_long_is_killed(worker, local_ray, monkeypatch, tmp_path):
     monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
+    until(lambda: NodeMonitor().states({"it": worker}) == {"it": "stopped"}, "the stop")
     for _ in range(5):
         update_after(1.1, monitor, monkeypatch)
-    assert NodeMonitor().states([worker]) == ["stopped"]
+    assert NodeMonitor().states({"it": worker}) == {"it": "stopped"}
     update_after(1.1, monitor, monkeypatch)
     monkeypatch.undo()
-    until(lambda: NodeMonitor().states([worker]) == ["gone"], "the end")
+    until(lambda: NodeMonitor().states({"it": worker}) == {"it": "gone"}, "the end")
     assert monitor.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
     assert monitor.where("student-dp0-tp0") == "student-dp0-tp0 on 10.0.0.1"
 
@@ -93,10 +92,10 @@ def test_process_stopped_for_too_long_is_killed(worker, local_ray, monkeypatch, 
 def test_driver_that_was_stopped_itself_kills_nothing(worker, local_ray, monkeypatch, tmp_path):
     monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
+    until(lambda: NodeMonitor().states({"it": worker}) == {"it": "stopped"}, "the stop")
     update_after(1.1, monitor, monkeypatch)
     update_after(3600.0, monitor, monkeypatch)
-    assert NodeMonitor().states([worker]) == ["stopped"]
+    assert NodeMonitor().states({"it": worker}) == {"it": "stopped"}
     assert monitor.fate("student-dp0-tp0") == ""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import WorkerError
-from distill_rl.workers.pipeline.capture_group import CaptureGroup
+from distill_rl.workers.pipeline.student_group import CaptureGroup
 from distill_rl.workers.pipeline.sub_batch import State
 
 
@@ -45,7 +45,7 @@ def capture_group(outcomes: list, recovery: Recovery) -> CaptureGroup:
 
     teachers = [(SimpleNamespace(name=name), teacher(name)) for name in ("big", "other")]
     pipeline = SimpleNamespace(advance=None, awaited=None)
-    return CaptureGroup(Config(), teachers, SimpleNamespace(gather=gather), pipeline, recovery)
+    return CaptureGroup(Config(), SimpleNamespace(gather=gather), pipeline, recovery, teachers)
 
 
 def test_a_teacher_that_dies_while_writing_is_replaced():
@@ -84,7 +84,7 @@ def test_a_teacher_that_dies_during_a_batch_is_replaced():
         return outcome
 
     pipeline = SimpleNamespace(advance=None, awaited=None, settle=lambda _: "info", finish=finished.append)
-    group = CaptureGroup(Config(), [], SimpleNamespace(gather=gather), pipeline, recovery)
+    group = CaptureGroup(Config(), SimpleNamespace(gather=gather), pipeline, recovery, [])
     assert group.capture(batch) == ("info", ["stats 0", "stats 1"])
     assert (group.restarts, recovery.found) == (1, ["the capture of batch 7"])
     assert sub_batch.ended == [{}, "finished"]

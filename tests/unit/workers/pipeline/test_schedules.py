@@ -26,9 +26,9 @@ from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.cluster.calls import Overdue
 from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.student_group import StudentGroup, StudentRecovery
+from distill_rl.workers.pipeline.recovery import StudentRecovery, TeacherRecovery
+from distill_rl.workers.pipeline.student_group import StudentGroup
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
-from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 STEPS, ROWS = 5, 8
 
@@ -361,7 +361,7 @@ class Run:
         parts: Any = (calls, rings, self.pipeline)
         self.recovery = TeacherRecovery(config, teachers, set(student.names), *parts)
         self.restart = StudentRecovery(config, student, *parts, self.recovery)  # type: ignore[arg-type]
-        self.student = StudentGroup(student, config, calls, StepTimer(), self.pipeline, self.recovery)  # type: ignore[arg-type]
+        self.student = StudentGroup(config, calls, self.pipeline, self.recovery, student, StepTimer())  # type: ignore[arg-type]
         rings.connect(set())
 
     def train(self) -> None:

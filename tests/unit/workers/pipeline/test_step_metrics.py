@@ -6,7 +6,7 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.observe.metrics import values
 from distill_rl.types import BatchInfo, Cursor
 from distill_rl.workers.actors.teacher import TeacherStats
-from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
+from distill_rl.workers.pipeline.student_group import describe_alignment, describe_transport
 
 
 def test_batches_report_supervised_tokens_and_rows_left_out():

@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
-from distill_rl.workers.pipeline.student_group import StudentRecovery
+from distill_rl.workers.pipeline.recovery import StudentRecovery
 
 RANKS = ["student-dp0-tp0", "student-dp1-tp0"]
 DIED = WorkerError("student-dp1-tp0", "its process died during step 3", "killed", "resume")

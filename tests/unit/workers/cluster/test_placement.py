@@ -2,8 +2,7 @@ import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster.places.placement import EVALUATOR, ActorPlacement, Node, actor_names, place_actors
-from distill_rl.workers.cluster.places.reservation import shortage
+from distill_rl.workers.cluster.placement import EVALUATOR, ActorPlacement, Node, actor_names, place_actors, shortage
 
 
 def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from distill_rl.workers.cluster import gauges
-from distill_rl.workers.cluster.gauges import Gauges, GaugeSink, gauge_of, write_targets
+from distill_rl.workers.cluster import telemetry
+from distill_rl.workers.cluster.telemetry import Gauges, GaugeSink, gauge_of, write_targets
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_gauge_name_is_two_levels_and_the_rest_is_a_tag(name: str, metric: str, 
 
 @pytest.mark.parametrize("agent", [False, True], ids=["no agent", "no Ray"])
 def test_nothing_is_recorded_without_agent_or_ray(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
-    monkeypatch.setattr(gauges, "has_agent", lambda: agent)
+    monkeypatch.setattr(telemetry, "has_agent", lambda: agent)
     monkeypatch.setattr(ray, "is_initialized", lambda: not agent)
     sink, gauges_of_run = GaugeSink("run"), Gauges("run")
     sink.write(1, {"train/loss": 1.0, "train/tokens": 5.0})
@@ -47,7 +47,7 @@ def test_targets_list_the_agents_of_all_living_nodes(tmp_path: Path, monkeypatch
     def node(address: str, alive: bool) -> dict[str, Any]:
         return {"NodeManagerAddress": address, "MetricsExportPort": 8080, "Alive": alive}
 
-    monkeypatch.setattr(gauges, "has_agent", lambda: True)
+    monkeypatch.setattr(telemetry, "has_agent", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.2", True), node("10.0.0.1", True), node("10.0.0.3", False)])
     path = tmp_path / "logs" / "targets.json"
     write_targets(path)
@@ -58,5 +58,5 @@ def test_targets_list_the_agents_of_all_living_nodes(tmp_path: Path, monkeypatch
 
 def test_agent_is_detected_by_a_package_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in (None, ModuleSpec("aiohttp_cors", None)):
-        monkeypatch.setattr(gauges, "find_spec", lambda name, spec=spec: spec)
-        assert gauges.has_agent() is (spec is not None)
+        monkeypatch.setattr(telemetry, "find_spec", lambda name, spec=spec: spec)
+        assert telemetry.has_agent() is (spec is not None)
