@@ -64,9 +64,9 @@ def summary(config: Config, facts: Facts) -> list[str]:
         f"transport  {_transport(config, facts)}",
     ]
     on_gpu = facts.gpus > 0
-    if facts.student is not None and facts.student.lora is not None:
-        lines.append(f"trained    {facts.student.lora}")
-    if facts.student is not None and facts.student.lora is None and facts.student.tensors:
+    if facts.student is not None and facts.student.adapters is not None:
+        lines.append(f"trained    {facts.student.adapters}")
+    if facts.student is not None and facts.student.adapters is None and facts.student.tensors:
         count = f"{facts.student.decayed} of {facts.student.tensors} tensors in the student's files"
         lines.append(f"decayed    {count}, by {config.optimizer.weight_decay:g}; no norms, no biases")
     if facts.student is not None:

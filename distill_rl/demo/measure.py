@@ -15,7 +15,7 @@ from distill_rl.align.chats import text_of
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files.hub import unwritten_beginning
+from distill_rl.models.files import unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
 
 def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> TrialFindings:
     """As `measure`, in this process."""
-    from distill_rl.models.files.hub import read_config, tokenizer_of
+    from distill_rl.models.files import read_config, tokenizer_of
 
     models: list[StudentConfig | TeacherConfig] = [config.student, config.teachers[0]]
     rows = [read_config(each.model, each.revision, quantized=each.may_be_quantized).vocab_size for each in models]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.demo.pair import TrialRequest
 from distill_rl.demo.trial import try_pair
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.hub import write_beginning
+from distill_rl.models.files import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
 from distill_rl.system.files import write_json_lines

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
-from distill_rl.models.adapters import ADAPTER, is_adapted
+from distill_rl.models.adapters import ADAPTER, WEIGHTS, is_adapted
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
 from distill_rl.models.quantization import Format, Taken, take_out
 from distill_rl.parallel.mesh import TP, data_mesh
@@ -266,7 +266,7 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
             styles[name] = _style(kind, part)
             continue
         styles[f"{name}.base_layer"] = _style(kind, part.get_submodule("base_layer"))
-        for weight, how in zip(("lora_A", "lora_B"), _ADAPTERS[kind]):
+        for weight, how in zip(WEIGHTS, _ADAPTERS[kind]):
             path = f"{weight}.{ADAPTER}"
             styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""The model without memory, on the meta device: what loading, `check` and `student.lora` begin with;
+"""The model without memory, on the meta device: what loading, `check` and adapters begin with;
 and the buffers that no file holds."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import varlen
-from distill_rl.models.rotary import use_own_lengths
+from distill_rl.models.forward import use_own_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.adapters import names_in_files
-from distill_rl.models.files.headers import (
+from distill_rl.models.files import (
     FLOATS,
     TIED_APART,
     UNTIE,
@@ -37,9 +37,9 @@ from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
+    from transformers.core_model_loading import WeightConverter, WeightTransform
 
-    from distill_rl.models.files.headers import Shapes
+    from distill_rl.models.files import Shapes
 
 
 DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
@@ -164,7 +164,16 @@ def read_tensor(
     """
     where = local_slices(tensor)
     if name in found.fused:
-        return _read_fused(model, found.fused[name], files, where, local) if local.numel() else 0
+        sizes = [0]
+
+        def read(file_name: str) -> Tensor:
+            part = files.read(file_name)
+            sizes.append(part.nbytes)
+            return part
+
+        if local.numel():
+            local.copy_(found.fused[name].read(model, read, where))
+        return sum(sizes)
     first = found.stored[name][0]
     for file_name in found.stored[name]:
         files.require_shape(file_name, tensor)
@@ -188,7 +197,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
-    """Finds every parameter and persistent buffer of a model in its files; see `conversion.match`.
+    """Finds every parameter and persistent buffer of a model in its files; see `match`.
 
     Raises:
         ConfigError: the files lack a tensor, or hold one that the model does not have, or tensors that are made one have
@@ -217,20 +226,6 @@ def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
     return found
 
 
-def _read_fused(model: PreTrainedModel, fused: Fused, files: WeightFiles, where: Sequence[slice], local: Tensor) -> int:
-    """Fills `local` with the part of a fused tensor at `where`; returns the bytes that were read."""
-    size = 0
-
-    def read(name: str) -> Tensor:
-        nonlocal size
-        tensor = files.read(name)
-        size += tensor.nbytes
-        return tensor
-
-    local.copy_(fused.read(model, read, where))
-    return size
-
-
 def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
     """Returns what differs between a model and its files, at most one line each for what lacks, is left over or misfits.
 
@@ -241,7 +236,6 @@ def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
     family = model.config.model_type
     tensors = stored_tensors(model)
     found = match(model, tensors, shapes)
-    unexpected = found.unexpected
     missing = [name for name, candidates in found.stored.items() if not candidates]
     of_files = {(candidate, name): shapes[candidate] for name, names in found.stored.items() for candidate in names}
     of_files |= {(f"{name} (of {len(fused.names)})", name): fused.shape for name, fused in found.fused.items()}
@@ -250,25 +244,17 @@ def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
         for (candidate, name), shape in of_files.items()
         if shape != tuple(tensors[name].shape)
     ]
-    whole = "copy the model again, or give the config.json that belongs to it"
-    lines = []
-    if missing:
-        lines.append(problem(key, f"{_tensors(missing)} of {family} must be in the files", first_few(missing), whole))
-    if unexpected:
-        lines.append(
-            problem(
-                key, f"{_tensors(unexpected)} in the files, and {family} has none such", first_few(unexpected), whole
-            )
-        )
-    if misfits:
-        lines.append(
-            problem(key, f"{_tensors(misfits)} must have the shape that config.json gives", first_few(misfits), whole)
-        )
-    return lines
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor" if len(names) == 1 else f"{len(names)} tensors"
+    groups = {
+        f"of {family} must be in the files": missing,
+        f"in the files, and {family} has none such": found.unexpected,
+        "must have the shape that config.json gives": misfits,
+    }
+    remedy = "copy the model again, or give the config.json that belongs to it"
+    return [
+        problem(key, f"{len(names)} tensor{'s' * (len(names) > 1)} {rule}", first_few(names), remedy)
+        for rule, names in groups.items()
+        if names
+    ]
 
 
 # How tensors of a model are made of those in its files, by Transformers' own tables, and how the files' are made again.
@@ -341,14 +327,16 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
         tensors: parameters, tied ones once, and persistent buffers, by name.
         shapes: of the tensors in the files.
     """
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     candidates = _candidates(model, tensors)
     owner = {candidate: name for name, names in candidates.items() for candidate in names}
     found: dict[str, list[str]] = defaultdict(list)
     groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unexpected: list[str] = []
-    renamings, converters = _split_table(model)
+    table: list[WeightTransform] = getattr(model, TABLE)
+    renamings = [transform for transform in table if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in table if isinstance(transform, WeightConverter)]
     number_of = {pattern: i for i, converter in enumerate(converters) for pattern in converter.source_patterns}
     renamed: set[str] = set()
     for name in sorted(shapes, key=dot_natural_key):
@@ -402,7 +390,7 @@ def restore(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Ten
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    table = _table(model)
+    table = getattr(model, TABLE)
     try:
         setattr(model, TABLE, [transform for transform in table if transform.was_used()])
         return revert_weight_conversion(model, tensors)
@@ -424,20 +412,6 @@ def _candidates(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
         ]
         for name in tensors
     }
-
-
-def _table(model: PreTrainedModel) -> list[WeightTransform]:
-    """The model's transforms, as `skeleton` has left them."""
-    return getattr(model, TABLE)  # type: ignore[return-value]
-
-
-def _split_table(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """The table of a model: what only renames, and what computes."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    table = _table(model)
-    renamings = [transform for transform in table if isinstance(transform, WeightRenaming)]
-    return renamings, [transform for transform in table if isinstance(transform, WeightConverter)]
 
 
 def _convert(

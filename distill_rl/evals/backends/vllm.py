@@ -14,8 +14,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import ItemEncoder, Output, Settings, model_folder
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.families import engine_length_problem, length_limit
-from distill_rl.models.files.headers import weight_files
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.files import read_config, weight_files
 from distill_rl.models.vllm import EngineSettings, VllmEngine
 
 log = logging.getLogger(__name__)

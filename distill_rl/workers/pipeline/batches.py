@@ -12,7 +12,7 @@ from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
 from distill_rl.data.batch.pieces import StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization
-from distill_rl.models.files.hub import stops_of, tokenizer_of
+from distill_rl.models.files import stops_of, tokenizer_of
 from distill_rl.store.store import Store
 
 Reader = tuple[Any, Sequence[int]]
