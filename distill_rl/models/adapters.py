@@ -25,7 +25,7 @@ from distill_rl.config.facts import AdapterFacts
 from distill_rl.config.schema import LoraConfig, StudentConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.families import is_linear
-from distill_rl.models.files import Shapes, plainly_whole, read_config, with_classes
+from distill_rl.models.files import Shapes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -172,31 +172,6 @@ def sizes(outline: Outline, lora: LoraConfig) -> AdapterFacts:
     adapters = lora.rank * sum(sum(outline.linear[name]) for name in chosen.adapted)
     narrow = sum(min(outline.linear[name]) < lora.rank for name in chosen.adapted)
     return AdapterFacts(len(chosen.adapted), adapters + whole, outline.total - whole, narrow)
-
-
-def survey(folder: Path, student: StudentConfig, shapes: Shapes | None = None) -> AdapterFacts | None:
-    """`sizes` of the model in a folder, of which no weight is read; None for a student without adapters.
-
-    Args:
-        shapes: of the tensors in its files, if they are there; they spare a Llama-like model's class from being imported.
-
-    Raises:
-        ConfigError: as `choose_layers`, or the model cannot be made.
-        WorkerError: a process of its own was asked, because this one does without torch, and gave no answer.
-    """
-    if student.lora is None:
-        return None
-    config = read_config(folder)
-    if shapes and plainly_whole(config, shapes):
-        return sizes(Outline.of_files(config, shapes), student.lora)
-    return with_classes(KEY, _survey, folder, student.lora)
-
-
-def _survey(folder: Path, lora: LoraConfig) -> AdapterFacts:
-    from distill_rl.models.skeleton import DTYPES, skeleton
-
-    model = skeleton(read_config(folder), dtype=DTYPES["fp32"], attention="eager")
-    return sizes(Outline.of_model(model), lora)
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:

@@ -1,17 +1,26 @@
-"""What only a model's class knows: attention, positions, packing and tensors. The class is made on the meta device, as a worker
-will make it."""
+"""What only a model's class knows: attention, positions, packing and tensors, and which layers adapters get. The class is made on the
+meta device, as a worker will make it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from distill_rl.config.facts import AdapterFacts
+from distill_rl.config.schema import LoraConfig, StudentConfig
 from distill_rl.errors import ConfigError, first_line, problem
-from distill_rl.models.files import read_config, read_headers, tied_problems, with_classes
+from distill_rl.models.adapters import KEY, Outline, sizes
+from distill_rl.models.files import Shapes, plainly_whole, read_config, read_headers, tied_problems
+from distill_rl.system.processes import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_DEADLINE_S = 300.0
+"""For a process that imports torch and one family: seconds on an idle machine, far longer from a cold network disk."""
 
 
 def examine(
@@ -31,7 +40,7 @@ def examine(
         ConfigError: as in `read_config`, or the model cannot be made from its config at all.
         WorkerError: the process that was asked died, or did not answer in time.
     """
-    return with_classes(f"{key}.model", _examine, folder, key, attention, packing, weights, automatic)
+    return _with_classes(f"{key}.model", _examine, folder, key, attention, packing, weights, automatic)
 
 
 def _examine(folder: Path, key: str, attention: str, packing: bool, weights: bool, automatic: bool) -> list[str]:
@@ -60,7 +69,7 @@ def _examine(folder: Path, key: str, attention: str, packing: bool, weights: boo
 
 
 def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    from distill_rl.models.skeleton import DTYPES, skeleton
+    from distill_rl.models.weights import DTYPES, skeleton
 
     try:
         return skeleton(config, dtype=DTYPES["fp32"], attention=attention)
@@ -81,3 +90,50 @@ def _packing_problems(model: PreTrainedModel) -> list[str]:
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         rule = f"{family} takes no positions, which separate packed documents"
     return [problem("data.packing", rule, "true", "set data.packing=false")] if rule else []
+
+
+def survey(folder: Path, student: StudentConfig, shapes: Shapes | None = None) -> AdapterFacts | None:
+    """`adapters.sizes` of the model in a folder, of which no weight is read; None for a student without adapters.
+
+    Args:
+        shapes: of the tensors in its files, if they are there; they spare a Llama-like model's class from being imported.
+
+    Raises:
+        ConfigError: as `adapters.choose_layers`, or the model cannot be made.
+        WorkerError: a process of its own was asked, because this one does without torch, and gave no answer.
+    """
+    if student.lora is None:
+        return None
+    config = read_config(folder)
+    if shapes and plainly_whole(config, shapes):
+        return sizes(Outline.of_files(config, shapes), student.lora)
+    return _with_classes(KEY, _survey, folder, student.lora)
+
+
+def _survey(folder: Path, lora: LoraConfig) -> AdapterFacts:
+    from distill_rl.models.weights import DTYPES, skeleton
+
+    model = skeleton(read_config(folder), dtype=DTYPES["fp32"], attention="eager")
+    return sizes(Outline.of_model(model), lora)
+
+
+def _with_classes(key: str, ask: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    """What `ask(folder, *arguments)` returns, which makes the class of the model in a folder."""
+    # That takes torch and the family's module. `check` does without torch where it can (`system/without_torch.py`);
+    # Transformers then has no classes, and a process of its own is asked.
+    from transformers.utils import is_torch_available
+
+    if is_torch_available():
+        return ask(folder, *arguments)
+    return call_in_child(key, _quietly, ask, folder, *arguments, deadline_s=_DEADLINE_S)
+
+
+def _quietly(ask: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    """Asks without the warnings about the config that the caller has printed."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    read_config(folder)  # Transformers gives a warning about a config once per process
+    logging.set_verbosity(verbosity)
+    return ask(folder, *arguments)

@@ -21,7 +21,7 @@ from distill_rl.models import adapters
 from distill_rl.models.adapters import Adapter, gather, injected_in
 from distill_rl.models.files import holds_several, in_time, read_config, resolve
 from distill_rl.models.parallelize import reshard, tie_again
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 from distill_rl.models.weights import Fused, Match, WeightFiles, restore, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.folders import replacing

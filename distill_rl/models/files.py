@@ -32,7 +32,6 @@ from distill_rl.models.families import (
     num_experts,
     visited_intermediate_size,
 )
-from distill_rl.system.processes import call_in_child
 from distill_rl.system.without_torch import gpu_possible
 
 if TYPE_CHECKING:
@@ -698,10 +697,7 @@ def write_beginning(tokenizer: Any) -> None:
     )
 
 
-# Facts about a model folder or a hub name, from its small files and from its class. No weight is read.
-
-_DEADLINE_S = 300.0
-"""For a process that imports torch and one family: seconds on an idle machine, far longer from a cold network disk."""
+# Facts about a model folder or a hub name, from its small files.
 
 HUB_TIMEOUT_S = 10.0
 """A hub that has not answered within this time counts as unreachable."""
@@ -788,8 +784,7 @@ def in_time(request: Callable[[], Any], seconds: float | None = None) -> Any:
 def read_model_facts(folder: Path, config: Any, headers: Mapping[str, Any] | None = None) -> ModelFacts:
     """Returns the facts of a model folder in which `folder_problems` finds nothing.
 
-    An output layer that is tied to the embedding is not counted as
-    parameters.
+    An output layer that is tied to the embedding is not counted as parameters.
 
     Args:
         config: its `PretrainedConfig`, which has the same names for all families.
@@ -851,7 +846,8 @@ def teacher_identity(teacher: TeacherConfig, folder: Path) -> str:
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
     """Returns why a folder cannot be loaded as a causal LM, one line each; empty if nothing was found.
 
-    An adapter gets one line, whether the model's weights are beside it or not. Checks config.json, that transformers has the model's family, and the weight files.
+    An adapter gets one line, whether the model's weights are beside it or not. Checks config.json, that transformers has the
+    model's family, and the weight files.
 
     Args:
         key: the setting that names the model, for the lines.
@@ -949,33 +945,6 @@ def gpu_bytes() -> tuple[int, ...]:
         return tuple(int(line) << 20 for line in answer.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()
-
-
-def with_classes(key: str, ask: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
-    """What `ask(folder, *arguments)` returns, which makes the class of the model in a folder.
-
-    That takes torch and the family's module. `check` does without torch where it can (`system/without_torch.py`);
-    Transformers then has no classes, and a process of its own is asked.
-
-    Raises:
-        WorkerError: a process of its own was asked, because this one does without torch, and gave no answer.
-    """
-    from transformers.utils import is_torch_available
-
-    if is_torch_available():
-        return ask(folder, *arguments)
-    return call_in_child(key, _quietly, ask, folder, *arguments, deadline_s=_DEADLINE_S)
-
-
-def _quietly(ask: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
-    """Asks without the warnings about the config that the caller has printed."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    read_config(folder)  # Transformers gives a warning about a config once per process
-    logging.set_verbosity(verbosity)
-    return ask(folder, *arguments)
 
 
 # Checkpoints that are quantised already. Each method has a package and a layout of its own, all known to Transformers'

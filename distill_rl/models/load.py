@@ -34,7 +34,7 @@ from distill_rl.models.files import as_stored_problem, read_config, resolve
 from distill_rl.models.forward import use_own_lengths
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization import Format, Taken, weight_bytes
-from distill_rl.models.skeleton import DTYPES, restore_buffers, skeleton, without_cache
+from distill_rl.models.weights import DTYPES, restore_buffers, skeleton, without_cache
 from distill_rl.models.weights import Match, WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.shards import local_part
 

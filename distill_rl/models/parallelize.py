@@ -164,7 +164,7 @@ def parallelize(
         quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
 
     Returns:
-        The weights that were taken out to be quantised (`quantization.apply`). Data-parallel ranks all have the same.
+        The weights that were taken out to be quantised (`quantization.take_out`). Data-parallel ranks all have the same.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -212,7 +212,7 @@ def tie_again(model: PreTrainedModel) -> None:
 def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     """Splits a model over a tensor-parallel mesh in place, by the family's plans for its outer modules and its layers.
 
-    A family without plans is split by those of transformers, which must have been tried out (`checks.plan`).
+    A family without plans is split by those of transformers, which must have been tried out (`checks.check_plan`).
 
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.

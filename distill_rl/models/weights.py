@@ -1,9 +1,10 @@
-"""Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
+"""A model without memory, on the meta device, which loading, `check` and adapters begin with; and its safetensors straight into
+shards: every rank reads the slices that it holds and nothing else.
 
 For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a
 tensor tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that
 slice, and copy it into the shard, converting the dtype. A tensor that is made of several (`Fused`) is made of whole
-ones, of which experts that this rank does not hold are left out.
+ones, of which experts that this rank does not hold are left out. Buffers that no file holds are computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distill_rl.errors import ConfigError, problem
+from distill_rl.errors import ConfigError, first_line, problem
+from distill_rl.models import varlen
 from distill_rl.models.adapters import names_in_files
 from distill_rl.models.files import (
     FLOATS,
@@ -32,17 +34,96 @@ from distill_rl.models.files import (
     weight_files,
     weight_problems,
 )
-from distill_rl.models.skeleton import TABLE
+from distill_rl.models.forward import use_own_lengths
 from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightTransform
 
-    from distill_rl.models.files import Shapes
+
+TABLE = "_weight_conversions"
+"""Attribute of a model with its table, as Transformers names it."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
+def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
+
+    Its cache and the search for padding in its inputs are switched off.
+
+    Args:
+        attention: transformers' name of an implementation, or one of `OURS`.
+
+    Raises:
+        ConfigError: no causal LM of this config, or the attention implementation is not available.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    varlen.register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model type {config.model_type}",
+            f"transformers must have it as a causal LM with {attention} attention",
+            first_line(error),
+            "try another setting of `attention`",
+        ) from error
+    # While its classes have their own names, which tables go by, and which FSDP2 changes.
+    setattr(model, TABLE, get_model_conversion_mapping(model))
+    without_cache(model)
+    use_own_lengths(model)
+    return model
+
+
+def without_cache(model: PreTrainedModel) -> None:
+    """Switches off a model's cache and the search for padding in its inputs."""
+    # With a cache, packed documents would see each other; see forward.logits.
+    model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            # It searches for padding, which makes the host wait for the GPU in every forward.
+            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
+
+    Transformers' initialisation runs for their modules, with all parameters excluded, over two different fillings. A buffer
+    that differs afterwards has not been recomputed.
+
+    Raises:
+        ConfigError: the model's initialisation does not set a buffer.
+    """
+    stored = set(model.state_dict())
+    lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    owners = {name.rpartition(".")[0] for name in lost}
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
+    results = []
+    for filling in (0, 1):
+        for buffer in lost.values():
+            buffer.fill_(filling)
+        for owner in owners:
+            model._init_weights(model.get_submodule(owner))
+        results.append({name: buffer.clone() for name, buffer in lost.items()})
+    for parameter in model.parameters():
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    for name in lost:
+        if not torch.equal(*(result[name] for result in results)):
+            raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)
+
+
+# Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
+
+_FILE_DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
 
 
 class WeightFiles:
@@ -91,9 +172,9 @@ class WeightFiles:
             ConfigError: not a float of 16 bits or more.
         """
         code = self._slice(name).get_dtype()
-        if code not in DTYPES:
-            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(DTYPES)}", code)
-        return DTYPES[code]
+        if code not in _FILE_DTYPES:
+            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(_FILE_DTYPES)}", code)
+        return _FILE_DTYPES[code]
 
     def read(self, name: str, where: Sequence[slice] = ()) -> Tensor:
         """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read.

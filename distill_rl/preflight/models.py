@@ -21,7 +21,7 @@ from distill_rl.models.attention import (
     packed_limit,
     spread_problems,
 )
-from distill_rl.models.classes import examine
+from distill_rl.models.classes import examine, survey
 from distill_rl.models.families import (
     engine_length_problem,
     family_of,
@@ -50,7 +50,7 @@ def look_at_adapters(run: OpenedRun, findings: RunFindings) -> None:
     student, folder = run.student, run.student.folder
     if folder is None or student.config is None:
         return
-    found = findings.attempt(adapters.KEY, lambda: adapters.survey(folder, run.config.student, student.shapes))
+    found = findings.attempt(adapters.KEY, lambda: survey(folder, run.config.student, student.shapes))
     if student.facts is not None and found is not None:
         student.facts = replace(student.facts, adapters=found)
 

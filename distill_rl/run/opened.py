@@ -26,7 +26,7 @@ from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
 from distill_rl.models import files as model_files
-from distill_rl.models.adapters import survey
+from distill_rl.models.classes import survey
 from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
 from distill_rl.store.manifest import TEACHER, read_manifest, served_identity
 from distill_rl.store.store import Store

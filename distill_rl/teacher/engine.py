@@ -35,7 +35,7 @@ from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.families import length_limit
 from distill_rl.models.forward import micro_batches, to_device
 from distill_rl.models.load import load_model
-from distill_rl.models.skeleton import DTYPES
+from distill_rl.models.weights import DTYPES
 from distill_rl.models.varlen import documents_for
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import gather_positions, own_positions

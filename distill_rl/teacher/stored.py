@@ -36,7 +36,7 @@ from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import DataError, NumericsError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.forward import micro_batches, to_device
-from distill_rl.models.skeleton import DTYPES
+from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import World
 from distill_rl.store.shard import Column
 from distill_rl.store.store import Found, Store, StoreWriter

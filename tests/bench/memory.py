@@ -22,7 +22,7 @@ import numpy as np
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
-from distill_rl.models.adapters import survey
+from distill_rl.models.classes import survey
 from distill_rl.types import RankBatch, TokenRows
 from tests.bench import harness, record
 

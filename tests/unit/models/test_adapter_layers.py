@@ -8,9 +8,10 @@ import torch
 from distill_rl.config.facts import AdapterFacts
 from distill_rl.config.schema import LoraConfig, StudentConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models.adapters import Outline, choose_layers, sizes, survey
+from distill_rl.models.adapters import Outline, choose_layers, sizes
+from distill_rl.models.classes import survey
 from distill_rl.models.files import read_config, read_headers
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 from tests.helpers.models import write_tiny_model
 from tests.helpers.zoo import write_family
 

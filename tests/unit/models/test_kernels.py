@@ -10,7 +10,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.families import LIGER, liger_problems, use_liger
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 
 SIZES = {
     "vocab_size": 97,

@@ -15,7 +15,7 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import families, forward, varlen
 from distill_rl.models.attention import PASSES_WINDOW, VARLEN
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 from distill_rl.models.varlen import Documents
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
