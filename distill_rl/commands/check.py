@@ -66,8 +66,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
     ]
     on_gpu = facts.gpus > 0
     if (student := facts.student) is not None:
-        if student.lora is not None:
-            lines.append(f"trained    {student.lora}")
+        if student.adapters is not None:
+            lines.append(f"trained    {student.adapters}")
         elif student.tensors:
             count = f"{student.decayed} of {student.tensors} tensors in the student's files"
             lines.append(f"decayed    {count}, by {config.optimizer.weight_decay:g}; no norms, no biases")

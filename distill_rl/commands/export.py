@@ -34,7 +34,7 @@ class _Export:
 
     def card(self, step: int, data_fingerprint: str) -> str:
         """The text of the model card."""
-        from distill_rl.models.files.hub import licence
+        from distill_rl.models.files import licence
         from distill_rl.run.card import card_of, measured_at
 
         return card_of(
@@ -112,7 +112,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
 
     from distill_rl.config.schema import ParallelConfig
     from distill_rl.models.export import MAX_FILE_BYTES
-    from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
+    from distill_rl.models.files import tokenizer_of, vocabulary_size
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
 
@@ -135,8 +135,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
 
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
     """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
-    from distill_rl.models.files.headers import weight_problems
-    from distill_rl.models.files.hub import card_header
+    from distill_rl.models.files import card_header, weight_problems
     from distill_rl.observe.report.card import OWN
 
     held = card_header(wanted.folder).get(OWN)
@@ -166,7 +165,7 @@ def _exceeds(folder: Path, size: int) -> bool:
 
 def _renew_card(wanted: _Export, step: int) -> None:
     """Brings the model card of a finished export up to date. One that somebody has edited is left as it is."""
-    from distill_rl.models.files.hub import card_header
+    from distill_rl.models.files import card_header
     from distill_rl.observe.report.card import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 

@@ -18,8 +18,8 @@ CPU_WIDTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LoraFacts:
-    """What a student with adapters trains (`student.lora`), in numbers of parameters."""
+class AdapterFacts:
+    """What a student with adapters trains, in numbers of parameters."""
 
     layers: int
     """Layers with an adapter."""
@@ -68,7 +68,7 @@ class ModelFacts:
     """In the files; a tied output layer is not counted. 0: not known."""
     decayed: int = 0
     """Those of them to which weight decay applies."""
-    lora: LoraFacts | None = None
+    adapters: AdapterFacts | None = None
     """Of a student with adapters; None: all parameters of a student are trained."""
 
     @property
@@ -94,12 +94,12 @@ class ModelFacts:
     @property
     def trained(self) -> int:
         """Parameters that a student trains."""
-        return self.parameters if self.lora is None else self.lora.trained
+        return self.parameters if self.adapters is None else self.adapters.trained
 
     @property
     def frozen(self) -> int:
         """Parameters that it does not."""
-        return 0 if self.lora is None else self.lora.frozen
+        return 0 if self.adapters is None else self.adapters.frozen
 
 
 @dataclass(frozen=True, slots=True)

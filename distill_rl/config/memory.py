@@ -82,7 +82,7 @@ def held(model: ModelFacts, tp: int) -> tuple[int, int]:
 
     Tensor parallelism does not split routed experts. With adapters they are not trained.
     """
-    experts = (model.expert_parameters, 0) if model.lora is None else (0, model.expert_parameters)
+    experts = (model.expert_parameters, 0) if model.adapters is None else (0, model.expert_parameters)
     return tuple(ceil((part - own) / tp) + own for part, own in zip((model.trained, model.frozen), experts))  # type: ignore[return-value]
 
 
@@ -105,7 +105,7 @@ def student_memory(
 ) -> WorkerMemory:
     """Estimated peak memory of one student process.
 
-    With P parameters that are trained, F that are not (`student.lora`), s = dp / replicas · sp shards and b bytes per element
+    With P parameters that are trained, F that are not (with adapters), s = dp / replicas · sp shards and b bytes per element
     of the compute dtype, one rank holds in bytes (routed experts, which tensor parallelism does not split, count tp times):
 
         weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient

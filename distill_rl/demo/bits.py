@@ -20,7 +20,7 @@ from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models import forward
 from distill_rl.models.families import family_of
-from distill_rl.models.rotary import row_positions
+from distill_rl.models.forward import row_positions
 
 BATCH_TOKENS = 4096
 """Positions of a batch, padding included, unless a single row has more."""

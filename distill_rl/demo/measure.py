@@ -15,7 +15,7 @@ from distill_rl.align.chats import text_of
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files.hub import read_config, tokenizer_of, unwritten_beginning
+from distill_rl.models.files import read_config, tokenizer_of, unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.system.processes import end_with
 

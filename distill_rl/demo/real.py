@@ -27,7 +27,7 @@ from distill_rl.demo.trial import try_pair
 from distill_rl.demo.trial_setup import TrialRequest
 from distill_rl.errors import ConfigError
 from distill_rl.models.attention import installed
-from distill_rl.models.files.hub import write_beginning
+from distill_rl.models.files import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
 from distill_rl.system.files import sha256, write_json_lines

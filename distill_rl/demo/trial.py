@@ -39,7 +39,7 @@ from distill_rl.demo.trial_setup import (
     write_configuration,
 )
 from distill_rl.evals.compare import of_run
-from distill_rl.models.files.hub import ADVICE
+from distill_rl.models.files import ADVICE
 from distill_rl.observe.log import open_console, printable, say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json

@@ -23,9 +23,8 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.demo.measure import Reading
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention import installed
-from distill_rl.models.files.facts import gpu_bytes, read_model_facts
-from distill_rl.models.files.hub import read_config as read_model_config
-from distill_rl.models.files.hub import resolve
+from distill_rl.models.files import gpu_bytes, read_model_facts, resolve
+from distill_rl.models.files import read_config as read_model_config
 from distill_rl.observe.log import printable, say
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
@@ -364,7 +363,7 @@ def way(config: Config) -> str:
     more = [", activations computed again"] if config.student.activation_checkpointing else []
     more += [", teacher and student on GPUs of their own"] if config.ray.placement == "disaggregated" else []
     more += [f", the teacher {_BITS[teacher]}"] if teacher else []
-    more += [", low-rank adapters in place of all weights"] if config.student.lora is not None else []
+    more += [", low-rank adapters in place of all weights"] if config.student.has_adapters else []
     more += [f", the student's other weights {_BITS[student]}"] if student else []
     return f"{rows} row{'' if rows == 1 else 's'} at a time{''.join(more)}"
 
@@ -622,7 +621,7 @@ def _chosen(request: TrialRequest, known: Known, fit: Settings) -> Settings:
     chosen = choose(known, fit)
     config, _ = read_config(settings_of(request, chosen), request.overrides)
     if config is not None:
-        adapters = config.student.lora is not None
+        adapters = config.student.has_adapters
         chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=adapters)
     return chosen
 

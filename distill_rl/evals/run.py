@@ -256,7 +256,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
     """
     from distill_rl.evals.backends.base import model_folder
     from distill_rl.models.families import split_problems
-    from distill_rl.models.files.hub import read_config, read_tokenizer
+    from distill_rl.models.files import read_config, read_tokenizer
 
     tp, backend = options.settings.tensor_parallel, options.backend
     chats = chat_suites(loaded)
@@ -386,7 +386,7 @@ class _ModelRun:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from distill_rl.models.files.hub import read_tokenizer
+        from distill_rl.models.files import read_tokenizer
 
         return read_tokenizer(self.model.folder)
 

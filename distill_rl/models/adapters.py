@@ -1,44 +1,221 @@
-"""PEFT's adapters in a model that is sharded from the meta device.
+"""Low-rank adapters of a student (`student.lora`): which layers get one, what that trains, and PEFT's layers in a sharded model.
 
-    inject → parallelize → … → read_weights → initialise          when a student is loaded
-    gather → merged                                               when it is exported
+    choose_layers → inject → parallelize → … → read_weights → initialise     when a student is loaded
+    gather → merged                                                          when it is exported
 
 A layer W becomes a PEFT layer around it: `NAME.base_layer` is W, `NAME.lora_A.default` and `NAME.lora_B.default` are
 A [rank, in] and B [out, rank], and the output gets scale · B A x (arXiv 2106.09685). W stays as it is, in the compute dtype;
 A and B are fp32 and all that is trained, besides the modules that are trained whole. Files and exports know W by NAME alone.
-PEFT is imported inside functions only.
+
+The choice of layers needs an `Outline` only: of a model on the meta device, or for `check`, which does without torch where it
+can, of the tensors in the files of a Llama-like model. So torch and PEFT are imported inside functions.
 """
 
 from __future__ import annotations
 
+import difflib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from distill_rl.config.schema import LoraConfig
-from distill_rl.models.determinism import seed_of
-from distill_rl.models.lora import Chosen, Outline, choose_layers
-from distill_rl.parallel.shards import gather_to_first, local_part, local_slices
+from distill_rl.config.facts import AdapterFacts
+from distill_rl.config.schema import LoraConfig, StudentConfig
+from distill_rl.errors import ConfigError, problem
+from distill_rl.models.families import is_linear
+from distill_rl.models.files import Shapes
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-
+KEY = "student.lora"
+"""The setting."""
+_TARGETS, _WHOLE = f"{KEY}.targets", f"{KEY}.modules_to_save"
 FOLDER = "adapter"
 """Name of the adapter's folder in an export."""
 _PREFIX = "base_model.model."
 """PEFT's wrappers around a model."""
-
 ADAPTER = "default"
 """PEFT's name of an adapter without a name."""
+WEIGHTS = ("lora_A", "lora_B")
+"""Modules with the A and the B of a layer, as PEFT names them."""
 _INJECTED = "_distill_rl_lora"
 """Attribute of a model with its `Injected`."""
-_WEIGHTS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The modules of a model without adapters, by name and in its order."""
+
+    family: str
+    parameters: Mapping[str, int]
+    """Module → parameters in it."""
+    linear: Mapping[str, tuple[int, int]]
+    """Linear layer, without `tables` → its two sizes, input and output features in any order."""
+    tables: tuple[str, ...]
+    """Input embedding and output layer: a loss may compute with the weight of the latter, without its forward."""
+    tied: bool
+    """Whether these are one table."""
+    total: int
+    """Parameters of the model, tied ones once."""
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> Outline:
+        """That of a model, usually on the meta device."""
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        modules = dict(model.named_modules())
+        tables = tuple(name for name, module in modules.items() if module in ends)
+        return cls(
+            model.config.model_type,
+            {name: sum(tensor.numel() for tensor in module.parameters()) for name, module in modules.items()},
+            {
+                name: (module.weight.shape[0], module.weight.shape[1])
+                for name, module in modules.items()
+                if is_linear(module) and name not in tables
+            },
+            tables,
+            bool(model.all_tied_weights_keys),
+            sum(
+                tensor.numel()
+                for name, tensor in model.named_parameters(remove_duplicate=False)
+                if name not in model.all_tied_weights_keys
+            ),
+        )
+
+    @classmethod
+    def of_files(cls, hf_config: Any, shapes: Shapes) -> Outline:
+        """That of a model whose tensors `plainly_whole` confirms."""
+        embedding, head = "model.embed_tokens", "lm_head"
+        parameters: dict[str, int] = {}
+        for tensor, shape in shapes.items():
+            parts = tensor.split(".")[:-1]
+            for depth in range(len(parts) + 1):
+                name = ".".join(parts[:depth])
+                parameters[name] = parameters.get(name, 0) + prod(shape)
+        tied = bool(hf_config.tie_word_embeddings)
+        total = parameters[""] - (parameters.get(head, 0) if tied else 0)
+        parameters.setdefault(head, parameters[embedding])
+        layers = {
+            tensor.removesuffix(".weight"): shape for tensor, shape in shapes.items() if tensor.endswith(".weight")
+        }
+        linear = {name: (shape[0], shape[1]) for name, shape in layers.items() if name.endswith("_proj")}
+        return cls(hf_config.model_type, parameters, linear, (embedding, head), tied, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Names of modules, in the model's order."""
+
+    adapted: tuple[str, ...]
+    """Linear layers that get an adapter."""
+    whole: tuple[str, ...]
+    """Modules that are trained whole; of tied embeddings both."""
+    patterns: tuple[str, ...]
+    """Ends of names by which PEFT finds exactly the layers in `adapted`."""
+
+
+def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
+    """Finds the modules that the settings name.
+
+    Raises:
+        ConfigError: a name that no module has, or none of the kind; the most similar names are the remedy. Or a rank that
+            is larger than every adapted layer.
+    """
+    problems: list[str] = []
+    adapted: set[str] = set() if lora.targets else set(outline.linear)
+    for i, target in enumerate(lora.targets or ()):
+        named = _ending(outline.parameters, target)
+        adapted |= named & set(outline.linear)
+        if named.isdisjoint(outline.linear):
+            problems.append(_no_target(f"{_TARGETS}.{i}", target, outline, named))
+    if not outline.linear:
+        rule = f"LoRA adapts linear layers, and {outline.family} has none"
+        problems.append(problem(KEY, rule, None, "set student.lora=null"))
+    whole: set[str] = set()
+    for i, target in enumerate(lora.modules_to_save):
+        named = {name for name in _ending(outline.parameters, target) if outline.parameters[name]}
+        inside = [name for name in outline.linear if name in adapted and _is_inside(name, named)]
+        whole |= named
+        if not named:
+            rule = "no module of the student has this name"
+            problems.append(_nothing(f"{_WHOLE}.{i}", rule, target, outline.parameters))
+        elif inside:
+            rule = f"is trained whole, and {inside[0]} in it cannot have an adapter too"
+            problems.append(problem(f"{_WHOLE}.{i}", rule, target, f"leave one of the two out, with {_TARGETS}"))
+    widest = max((min(outline.linear[name]) for name in adapted), default=lora.rank)
+    if lora.rank > widest:
+        rule = f"must not exceed the {widest} features of the widest layer with an adapter"
+        problems.append(problem(f"{KEY}.rank", rule, lora.rank, f"use {widest} or less, or train without student.lora"))
+    if problems:
+        raise ConfigError.many(problems)
+    if outline.tied and whole & {*outline.tables}:
+        whole |= {*outline.tables}
+    names = tuple(name for name in outline.linear if name in adapted)
+    patterns = _patterns(outline.parameters, names, lora.targets)
+    return Chosen(names, tuple(name for name in outline.parameters if name in whole), patterns)
+
+
+def sizes(outline: Outline, lora: LoraConfig) -> AdapterFacts:
+    """The numbers of parameters that are trained and not.
+
+    Raises:
+        ConfigError: as `choose_layers`.
+    """
+    chosen = choose_layers(outline, lora)
+    outer = [name for name in chosen.whole if not _is_inside(name, {*chosen.whole} - {name})]
+    whole = sum(outline.parameters[name] for name in outer)
+    if outline.tied and set(outline.tables) <= {*outer}:
+        whole -= outline.parameters[outline.tables[0]]  # one table, which counts once
+    adapters = lora.rank * sum(sum(outline.linear[name]) for name in chosen.adapted)
+    narrow = sum(min(outline.linear[name]) < lora.rank for name in chosen.adapted)
+    return AdapterFacts(len(chosen.adapted), adapters + whole, outline.total - whole, narrow)
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    return any(f"{name}.".startswith(f"{each}.") for each in modules)
+
+
+def _ending(names: Collection[str], end: str) -> set[str]:
+    """The names that are `end`, or end with it after a dot."""
+    return {name for name in names if name == end or name.endswith(f".{end}")}
+
+
+def _patterns(modules: Collection[str], adapted: Collection[str], targets: list[str] | None) -> tuple[str, ...]:
+    """The settings' targets, or else the last parts of the names, if these find `adapted` alone; otherwise all names."""
+    ends = targets or sorted({name.rpartition(".")[2] for name in adapted})
+    found = set().union(*(_ending(modules, end) for end in ends))
+    return tuple(ends) if found == set(adapted) else tuple(adapted)
+
+
+def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) -> str:
+    if set(named) & {*outline.tables}:
+        rule = "is an embedding or the output layer, which has no adapter"
+        return problem(key, rule, target, f"name it in {_WHOLE}, which trains it whole")
+    rule = "names no linear layer of the student" if named else "no layer of the student has this name"
+    return _nothing(key, rule, target, outline.linear)
+
+
+def _nothing(key: str, rule: str, target: str, names: Collection[str]) -> str:
+    """A problem with the most similar ends of names as its remedy."""
+    near = difflib.get_close_matches(target, list(_ends(names)), n=3, cutoff=0.5)
+    if near:
+        return problem(key, rule, target, f"did you mean {', '.join(near)}?")
+    last = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
+    return problem(key, rule, target, f"there are {', '.join(end for end in last if not end.isdecimal())}")
+
+
+def _ends(names: Collection[str]) -> Iterator[str]:
+    """The last part of every name, and its last two, each once and without the numbers of layers."""
+    seen = set()
+    for name in names:
+        parts = name.split(".")
+        for end in (parts[-1:], parts[-2:]):
+            if not any(part.isdecimal() for part in end) and tuple(end) not in seen:
+                seen.add(tuple(end))
+                yield ".".join(end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +247,7 @@ class Injected:
         )
 
 
-def inject(model: PreTrainedModel, settings: LoraConfig) -> None:
+def inject(model: PreTrainedModel, student: StudentConfig) -> None:
     """Gives a model on the meta device its adapters, in place, and marks what is trained: adapters, modules to save.
 
     These become fp32; everything else keeps its dtype.
@@ -78,9 +255,12 @@ def inject(model: PreTrainedModel, settings: LoraConfig) -> None:
     Raises:
         ConfigError: as `choose_layers`.
     """
+    import torch
     from peft import inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
+    settings = student.lora
+    assert settings is not None
     chosen = choose_layers(Outline.of_model(model), settings)
     transposed = isinstance(model.get_submodule(chosen.adapted[0]), Conv1D)
     injected = Injected(settings, chosen, transposed)
@@ -88,7 +268,7 @@ def inject(model: PreTrainedModel, settings: LoraConfig) -> None:
         inject_adapter_in_model(injected.peft_config(chosen.adapted), model)
     setattr(model, _INJECTED, injected)
     model.requires_grad_(False)
-    trained = [layer.get_submodule(part) for layer in adapted_layers(model).values() for part in _WEIGHTS]
+    trained = [layer.get_submodule(part) for layer in adapted_layers(model).values() for part in WEIGHTS]
     for module in [*trained, *(model.get_submodule(name) for name in chosen.whole)]:
         module.float().requires_grad_(True)
 
@@ -100,7 +280,7 @@ def injected_in(model: nn.Module) -> Injected | None:
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module is a PEFT layer around a linear one."""
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+    return hasattr(module, "base_layer") and hasattr(module, WEIGHTS[0])
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -112,23 +292,28 @@ def names_in_files(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Name in the model → name that files know it by, without the adapters' own tensors."""
     if injected_in(model) is None:
         return {name: name for name in names}
-    own = tuple(f".{part}.{ADAPTER}." for part in _WEIGHTS)
+    own = tuple(f".{part}.{ADAPTER}." for part in WEIGHTS)
     return {name: name.replace(".base_layer.", ".") for name in names if not any(part in name for part in own)}
 
 
-@torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Sets A to uniform numbers in ±1/√in, as `nn.Linear` and PEFT do, and B to zero.
 
     The numbers depend on the seed and the layer's name, so that every layout of ranks begins with the same adapters.
     """
+    import torch
+
+    from distill_rl.models.determinism import seed_of
+    from distill_rl.parallel.shards import local_part, local_slices
+
     for name, layer in adapted_layers(model).items():
         draw = torch.Generator().manual_seed(seed_of(f"{seed}/lora/{name}"))
-        first, second = (getattr(layer, part)[ADAPTER].weight for part in _WEIGHTS)
+        first, second = (getattr(layer, part)[ADAPTER].weight for part in WEIGHTS)
         bound = first.shape[1] ** -0.5
         whole = torch.empty(first.shape).uniform_(-bound, bound, generator=draw)
-        local_part(first).copy_(whole[local_slices(first)])
-        local_part(second).zero_()
+        with torch.no_grad():
+            local_part(first).copy_(whole[local_slices(first)])
+            local_part(second).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +342,13 @@ class Adapter:
             return base.float() + (update.T if self.injected.transposed else update) * self.injected.settings.scale
         return self.whole.get(name, base)
 
-    def changes(self, name: str) -> bool:
-        """Whether a tensor of the model was trained."""
-        layer, _, kind = name.rpartition(".")
-        return name in self.whole or (kind == "weight" and layer in self.pairs)
-
 
 def gather(model: nn.Module) -> Adapter | None:
     """The trained tensors of a model with adapters on the first rank, None on the others. Collective."""
+    from torch import distributed
+
+    from distill_rl.parallel.shards import gather_to_first
+
     injected = injected_in(model)
     assert injected is not None
     trained = {
@@ -174,12 +358,11 @@ def gather(model: nn.Module) -> Adapter | None:
     for parameter in trained.values():
         if id(parameter) not in wholes:  # tied ones once
             wholes[id(parameter)] = gather_to_first(parameter)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+    if distributed.is_initialized() and distributed.get_rank():
         return None
     values = {name: wholes[id(parameter)] for name, parameter in trained.items()}
     pairs = {
-        name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in _WEIGHTS)
-        for name in adapted_layers(model)
+        name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in WEIGHTS) for name in adapted_layers(model)
     }
     return Adapter(injected, pairs, values)  # type: ignore[arg-type]
 
@@ -210,7 +393,7 @@ def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | 
     tensors = {
         f"{_PREFIX}{layer}.{part}.weight": tensor
         for layer, pair in adapter.pairs.items()
-        for part, tensor in zip(("lora_A", "lora_B"), pair)
+        for part, tensor in zip(WEIGHTS, pair)
     }
     tensors |= {_PREFIX + name: tensor.clone() for name, tensor in adapter.whole.items()}
     folder.mkdir(parents=True)

@@ -49,22 +49,10 @@ _SINKS = frozenset(
     {"deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter"}
 )
 """Families with learned sinks, which take a part of every softmax."""
-PASSES_WINDOW = frozenset(
-    {
-        "cohere2",
-        "exaone4",
-        "gemma2",
-        "gemma3_text",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-    }
-    | {"qwen3_moe", "smollm3", "starcoder2"}
-)
+PASSES_WINDOW = frozenset({
+    "cohere2", "exaone4", "gemma2", "gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "smollm3", "starcoder2",
+})  # fmt: skip
 """Families that tell this package's attention the window of every layer. Others write it into a mask only."""
 _NAMES = {name: f"{package}'s kernels" for package, name in VARLEN.items()}
 _NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows") | {

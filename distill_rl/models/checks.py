@@ -1,9 +1,9 @@
 """What is tried out when a model of a family is loaded that this package's tests do not cover.
 
-**Its tensor-parallel plan** (`check_plan`), before it is split. A plan of transformers is written for its own way of splitting. Whether it is right here, is seen by training: a model of one
-layer of each kind, with random weights, computes hidden states and gradients whole and split, and they must be equal. A wrong
-gradient is what a comparison of logits alone would not see: it is what a module gives whose input every rank has, but whose
-output each uses for its own heads.
+**Its tensor-parallel plan** (`check_plan`), before it is split. A plan of transformers is written for its own way of
+splitting. Whether it is right here, is seen by training: a model of one layer of each kind, with random weights, computes
+hidden states and gradients whole and split, and they must be equal. A wrong gradient is what a comparison of logits alone
+would not see: it is what a module gives whose input every rank has, but whose output each uses for its own heads.
 
 **The loaded model** (`probe`), on a dozen tokens. Some families compute something else beyond a number of tokens that their
 configuration states, such as a window. Rows of 8192 tokens would take minutes on a CPU, and a small model of the family would
@@ -28,7 +28,7 @@ from distill_rl.models import forward, varlen
 from distill_rl.models.families import decoder_layers, family_of, tensor_parallel_problems
 from distill_rl.models.forward import inner_model
 from distill_rl.models.parallelize import reshard, split, tie_again
-from distill_rl.models.skeleton import restore_buffers
+from distill_rl.models.weights import restore_buffers
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.sequence import own_positions
 from distill_rl.parallel.shards import local_part, local_slices

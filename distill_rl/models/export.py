@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,14 @@ from torch import Tensor
 from distill_rl.errors import ConfigError, DistillError, first_line
 from distill_rl.models import adapters
 from distill_rl.models.adapters import Adapter, gather, injected_in
-from distill_rl.models.files.facts import in_time
-from distill_rl.models.files.headers import holds_several
-from distill_rl.models.files.hub import read_config, resolve
+from distill_rl.models.files import holds_several, in_time, read_config, resolve
 from distill_rl.models.parallelize import reshard, tie_again
-from distill_rl.models.skeleton import skeleton
-from distill_rl.models.weights import Fused, Match, WeightFiles, restore, tensors_in_files
+from distill_rl.models.weights import Fused, Match, WeightFiles, restore, skeleton, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.folders import replacing
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 ANSWER_S = 60.0
@@ -88,11 +85,16 @@ def export_model(
     files = WeightFiles(folder)
     reshard(model)  # a forward without backward may have left weights gathered
     adapter: Adapter | None = None
-    state: dict[str, Tensor] | None = None
     if injected_in(model) is None:
-        state = _gather(model, files, dtype)
-    elif (adapter := gather(model)) is not None:
-        state = _merged(read_config(folder), files, adapter, dtype)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = _state(model, files, dtype, lambda name, _: gather_to_first(tensors[name]))
+    elif (adapter := gather(model)) is None:
+        return
+    else:
+        # Of the weights that were not trained the student may hold rounded or quantised values; the files do not.
+        plain, merged = skeleton(read_config(folder), dtype=torch.float32, attention="eager"), adapter.merged
+        tie_again(plain)
+        state = _state(plain, files, dtype, lambda name, read: merged(name, read()))
     if state is None:
         return
     out_dir = Path(out_dir)
@@ -112,50 +114,31 @@ def export_model(
         raise ExportError(f"export to {out_dir}", "must be writable, with room for the model", str(error)) from error
 
 
-def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
-    """Returns all tensors on rank 0's CPU, and None on every other rank. Collective."""
-    # Each has the name that it has in `files`, and that dtype if `dtype` is None; of a tied tensor's names, the first.
-    # Files of a bare inner model become those of the whole.
+def _state(
+    model: PreTrainedModel,
+    files: WeightFiles,
+    dtype: torch.dtype | None,
+    whole: Callable[[str, Callable[[], Tensor]], Tensor | None],
+) -> dict[str, Tensor] | None:
+    """All tensors of an export on the CPU, of which `whole` gives one by its name; None if it gives none on this rank."""
+    # The second argument of `whole` reads what the files have of the tensor. Each has the name that it has in `files`, and that
+    # dtype if `dtype` is None; of a tied tensor's names, the first. Files of a bare inner model become those of the whole.
     state: dict[str, Tensor] = {}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found = tensors_in_files(model, files)
     for name, (file_name, *_) in found.stored.items():
-        whole = gather_to_first(tensors[name])
-        if whole is not None:
-            state[file_name if file_name in found.renamed else name] = whole.to(
-                _written(model, files, dtype, name, file_name)
-            )
+        tensor = whole(name, partial(files.read, file_name))
+        if tensor is not None:
+            as_dtype = _written(model, files, dtype, name, file_name)
+            state[file_name if file_name in found.renamed else name] = tensor.to(as_dtype)
     for group in _made_together(found):
-        wholes = {name: gather_to_first(tensors[name]) for name, _ in group}
+        wholes = {name: whole(name, partial(fused.read, model, files.read, ())) for name, fused in group}
         if None not in wholes.values():
             as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
-            restored = restore(model, {name: whole.to(as_dtype) for name, whole in wholes.items() if whole is not None})
+            restored = restore(
+                model, {name: tensor.to(as_dtype) for name, tensor in wholes.items() if tensor is not None}
+            )
             state |= {name: tensor.contiguous() for name, tensor in restored.items()}
     return state or None
-
-
-def _merged(
-    config: PreTrainedConfig, files: WeightFiles, adapter: Adapter, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in."""
-    # Of the weights that were not trained the student may hold rounded or quantised values; the files do not.
-    state: dict[str, Tensor] = {}
-    model = skeleton(config, dtype=torch.float32, attention="eager")
-    tie_again(model)
-    found = tensors_in_files(model, files)
-    for name, (file_name, *_) in found.stored.items():
-        whole = adapter.merged(name, files.read(file_name))
-        as_dtype = _written(model, files, dtype, name, file_name)
-        state[file_name if file_name in found.renamed else name] = whole.to(as_dtype)
-    for group in _made_together(found):
-        as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
-        files_of_group = dict.fromkeys(file_name for _, fused in group for file_name in fused.names)
-        if not any(adapter.changes(name) for name, _ in group):
-            state |= {file_name: files.read(file_name).to(as_dtype) for file_name in files_of_group}
-            continue
-        wholes = {name: adapter.merged(name, fused.read(model, files.read, ())).to(as_dtype) for name, fused in group}
-        state |= {name: tensor.contiguous() for name, tensor in restore(model, wholes).items()}
-    return state
 
 
 def _made_together(found: Match) -> Iterable[list[tuple[str, Fused]]]:
@@ -253,6 +236,7 @@ def open_repository(name: str, *, public: bool) -> Repository:
             no answer from the hub.
     """
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     _require_name(name)
     if get_token() is None:
@@ -260,7 +244,14 @@ def open_repository(name: str, *, public: bool) -> Repository:
         raise ConfigError(f"--push {name}", "needs a login of the Hugging Face hub", "none", remedy)
     api = HfApi()
     _require_rights(name, _ask(name, api.whoami))
-    found = _existing(api, name)
+
+    def model_info() -> list[Any]:  # in a list, because for `in_time` None is a hub that does not answer
+        try:
+            return [api.model_info(name)]
+        except RepositoryNotFoundError:  # there is none of this name that the login can see
+            return [None]
+
+    (found,) = _ask(name, model_info)
     if found is None:
         _ask(name, lambda: api.create_repo(name, private=not public, exist_ok=True))
         return Repository(name, f"{api.endpoint}/{name}", private=not public)
@@ -339,20 +330,6 @@ def _require_rights(name: str, who: dict[str, Any]) -> None:
     if owner.lower() not in (one.lower() for one in owners):
         rule = f"{user} cannot write to what belongs to {owner}"
         raise ConfigError(f"--push {name}", rule, None, f"push to one of {', '.join(owners)}")
-
-
-def _existing(api: HfApi, name: str) -> Any:
-    """What the hub says of a model; None if there is none of this name that the login can see."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    def ask() -> Any:
-        try:
-            return api.model_info(name)
-        except RepositoryNotFoundError:
-            return None
-
-    # Boxed, because for `in_time` None is a hub that does not answer.
-    return _ask(name, lambda: [ask()])[0]
 
 
 def _ask(name: str, request: Callable[[], Any]) -> Any:

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-LIGER = {
-    "llama": "apply_liger_kernel_to_llama",
-    "mistral": "apply_liger_kernel_to_mistral",
-    "qwen2": "apply_liger_kernel_to_qwen2",
-    "qwen3": "apply_liger_kernel_to_qwen3",
-}
-"""Model type → the function of `liger_kernel.transformers` that replaces RMSNorm, rotary embedding and SwiGLU."""
+LIGER = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types for which `liger_kernel.transformers` has a function that replaces RMSNorm, rotary embedding and SwiGLU."""
 
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but each rank applies it to its
@@ -117,13 +112,8 @@ _FAMILIES = {
 
 
 def family_of(hf_config: PreTrainedConfig) -> Family:
-    """The family of a model; see `of_type`."""
-    return of_type(hf_config.model_type)
-
-
-def of_type(model_type: str) -> Family:
-    """The family of a `model_type`. One unknown to this package has no plan and is not proven."""
-    return _FAMILIES.get(model_type) or Family(model_type)
+    """The family of a model, by its `model_type`. One unknown to this package has no plan and is not proven."""
+    return _FAMILIES.get(hf_config.model_type) or Family(hf_config.model_type)
 
 
 def transformers_plan(hf_config: PreTrainedConfig) -> dict[str, str]:
@@ -381,6 +371,6 @@ def use_liger(model: PreTrainedModel) -> None:
     except ImportError as error:
         remedy = f"{install_extra('liger')}, or set student.kernels=torch"
         raise ConfigError("student.kernels", "liger needs liger_kernel and triton", str(error), remedy) from error
-    getattr(liger, LIGER[model.config.model_type])(
+    getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")(
         rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
     )

@@ -2,7 +2,7 @@
 
     meta device → parallelize → empty storage for the shards → buffers → weights by slices
 
-1. `skeleton` creates the model without memory; `student.lora` adds its adapters to it.
+1. `skeleton` creates the model without memory; a student may get adapters.
 2. `parallelize` splits the parameters, still without memory.
 3. `to_empty` allocates what this rank holds, and only that.
 4. `restore_buffers` recomputes buffers that no file holds, such as rotary frequencies.
@@ -18,7 +18,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,17 +26,25 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import adapters, families, forward, varlen
 from distill_rl.models.attention import choose, with_masks
 from distill_rl.models.checks import check_plan, probe
-from distill_rl.models.files.headers import holds_several
-from distill_rl.models.files.hub import read_config, resolve
+from distill_rl.models.files import as_stored_problem, read_config, resolve
+from distill_rl.models.forward import use_own_lengths
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization import Format, Taken, weight_bytes
-from distill_rl.models.rotary import use_own_lengths
-from distill_rl.models.skeleton import DTYPES, restore_buffers, skeleton, without_cache
-from distill_rl.models.weights import Match, WeightFiles, read_tensor, read_weights, tensors_in_files
+from distill_rl.models.weights import (
+    DTYPES,
+    Match,
+    WeightFiles,
+    read_tensor,
+    read_weights,
+    restore_buffers,
+    skeleton,
+    tensors_in_files,
+    without_cache,
+)
 from distill_rl.parallel.shards import local_part
 
 if TYPE_CHECKING:
@@ -58,7 +66,7 @@ def load_model(
     """Loads a model into this rank's shards. Collective over the world.
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
-    other positions), computes in its `dtype` and is in training mode. With `student.lora`, only adapters and modules to
+    other positions), computes in its `dtype` and is in training mode. With adapters, only these and modules to
     save are fp32 and require gradients; all else is in `dtype`. A teacher has weights in its `dtype`, split by tensor
     parallelism alone (its data-parallel ranks are replicas), and is frozen and in evaluation mode. Either's frozen weights
     may be quantised; those are split by tensor parallelism alone too. Call a student through `forward.logits`, a teacher
@@ -75,61 +83,57 @@ def load_model(
         ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of
             a family that does not support what is requested.
     """
-    path, student, quantization = settings.model, isinstance(settings, StudentConfig), settings.quantization
-    compute_dtype = DTYPES[settings.dtype]
+    path, quantization, compute_dtype = settings.model, settings.quantization, DTYPES[settings.dtype]
+    student = settings if isinstance(settings, StudentConfig) else None
+    role, key = ("teacher", "teachers[]") if student is None else ("student", "student")
     folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder, quantized=quantization == AS_STORED)
     family = families.family_of(config)
-    key = "student.parallel.sp" if student else "teachers[].parallel.sp"
-    if problems := families.sequence_parallel_problems(config, world.sp, world.tp, key):
+    if problems := families.sequence_parallel_problems(config, world.sp, world.tp, f"{key}.parallel.sp"):
         raise ConfigError.many(problems)
     chosen = choose(
         settings.attention,
         config,
         dtype=settings.dtype,
         packing=packing,
-        training=student,
+        training=student is not None,
         no_kernel=varlen.no_kernel(world.device),
         spread=world.sp > 1,
     )
     if world.rank == 0:
-        role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     if quantization == AS_STORED:
         model = _load_as_stored(folder, config, world, dtype=compute_dtype, attention=chosen.implementation)
         probe(model, packing=packing, chunked_head=True, world=world, longest=longest)
         return model
     files = WeightFiles(folder)
-    lora = settings.lora if isinstance(settings, StudentConfig) else None
-    dtype = torch.float32 if student and lora is None else compute_dtype
+    adapted = student is not None and student.has_adapters
+    dtype = compute_dtype if student is None or adapted else torch.float32
     model = skeleton(config, dtype=dtype, attention=chosen.implementation)
     check_plan(model, world)
-    if lora is not None:
-        adapters.inject(model, lora)
-    else:
-        model.requires_grad_(student)
+    model.requires_grad_(student is not None)
+    if student is not None and adapted:
+        adapters.inject(model, student)
     found = tensors_in_files(model, files)
     taken = parallelize(
         model,
         world.mesh,
         family=family,
-        fsdp=student,
-        activation_checkpointing=isinstance(settings, StudentConfig) and settings.activation_checkpointing,
-        activation_offload=isinstance(settings, StudentConfig)
-        and settings.activation_offload
-        and world.device.type == "cuda",
+        fsdp=student is not None,
+        activation_checkpointing=student is not None and student.activation_checkpointing,
+        activation_offload=student is not None and student.activation_offload and world.device.type == "cuda",
         compute_dtype=compute_dtype,
-        compile=isinstance(settings, StudentConfig) and settings.compile,
+        compile=student is not None and student.compile,
         quantization=quantization,
     )
     if quantization is not None and not taken:
         rule = f"no weight of this {family.name} can be held in {quantization}"
-        raise ConfigError("student.quantization" if student else "teachers[].quantization", rule, path, "leave it out")
+        raise ConfigError(f"{key}.quantization", rule, path, "leave it out")
     _fill(model, files, found, world, taken, quantization)
     adapters.initialise(model, seed)
-    model.train(student)
+    model.train(student is not None)
     if not family.proven:
-        probe(model, packing=packing, chunked_head=not student, world=world, longest=longest)
+        probe(model, packing=packing, chunked_head=student is None, world=world, longest=longest)
     return model
 
 
@@ -199,14 +203,36 @@ def _fill(
 def _load_as_stored(
     folder: Path, config: PreTrainedConfig, world: World, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`."""
-    from distill_rl.models.stored import as_stored_problem, load_as_stored
+    """A frozen model from a quantised checkpoint, as Transformers loads it, on this rank's device; else as `load_model`."""
+    from transformers import AutoModelForCausalLM
 
     key = f"teachers[].quantization: {AS_STORED}"
-    if problem := as_stored_problem(config, several=holds_several(folder), tp=world.tp):
+    if problem := as_stored_problem(config, folder, tp=world.tp):
         raise ConfigError(key, problem, str(folder))
     varlen.register()
-    model = load_as_stored(folder, dtype=dtype, attention=attention, device=world.device, key=key)
+    device = world.device
+    place = {"device_map": {"": device}} if device.type != "cpu" else {}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **place,
+        )
+    except Exception as error:  # quantisers of a dozen packages, each with its own exceptions
+        rule = f"Transformers cannot load {folder} as it is stored on {device.type}"
+        remedy = "use another device or package, or the original weights with quantization: int8, int4 or fp8"
+        raise ConfigError(key, rule, f"{type(error).__name__}: {first_line(error)}", remedy) from error
+    model, report = loaded
+    # A mismatched key comes with its two shapes.
+    wrong = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
+    if wrong:
+        rule = f"{folder} lacks tensors that {model.config.model_type} needs, or has them in another shape"
+        raise ConfigError(key, rule, f"{', '.join(wrong[:3])} ({len(wrong)} in all)", "copy the model again")
     without_cache(model)
     use_own_lengths(model)
     return model.eval().requires_grad_(False)

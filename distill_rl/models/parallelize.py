@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
-from distill_rl.models.adapters import ADAPTER, is_adapted
+from distill_rl.models.adapters import ADAPTER, WEIGHTS, is_adapted
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
 from distill_rl.models.quantization import Format, Taken, take_out
 from distill_rl.parallel.mesh import TP, data_mesh
@@ -164,7 +164,7 @@ def parallelize(
         quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
 
     Returns:
-        The weights that were taken out to be quantised (`quantization.apply`). Data-parallel ranks all have the same.
+        The weights that were taken out to be quantised (`quantization.take_out`). Data-parallel ranks all have the same.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -212,7 +212,7 @@ def tie_again(model: PreTrainedModel) -> None:
 def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     """Splits a model over a tensor-parallel mesh in place, by the family's plans for its outer modules and its layers.
 
-    A family without plans is split by those of transformers, which must have been tried out (`checks.plan`).
+    A family without plans is split by those of transformers, which must have been tried out (`checks.check_plan`).
 
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
@@ -266,7 +266,7 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
             styles[name] = _style(kind, part)
             continue
         styles[f"{name}.base_layer"] = _style(kind, part.get_submodule("base_layer"))
-        for weight, how in zip(("lora_A", "lora_B"), _ADAPTERS[kind]):
+        for weight, how in zip(WEIGHTS, _ADAPTERS[kind]):
             path = f"{weight}.{ADAPTER}"
             styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]

@@ -111,13 +111,7 @@ class QuantizedWeight(nn.Module):
 
 def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     """`data`, `scale` and, with int4, `zero` of a weight [O, I], as in `QuantizedWeight`."""
-    from torchao.quantization import (
-        Float8Tensor,
-        MappingType,
-        PerRow,
-        choose_qparams_affine,
-        quantize_affine,
-    )
+    from torchao.quantization import Float8Tensor, MappingType, PerRow, choose_qparams_affine, quantize_affine
     from torchao.quantization.quantize_.common import KernelPreference
 
     dtype, weight = weight.dtype, weight.float()  # torchao's arithmetic is in the weight's dtype
@@ -226,15 +220,10 @@ def quantize_layer(
     layer.__class__ = QuantizedLinear
     assert isinstance(layer, QuantizedLinear)
     layer.weight = QuantizedWeight(weight, format, transposed=transposed, inputs=inputs)
-    layer.leaves = _leaves(placement, transposed=transposed)
-
-
-def _leaves(placement: Placement, *, transposed: bool) -> Placement:
-    """How the product of a whole or split input with a split weight is distributed."""
-    if not isinstance(placement, Shard):
-        return Replicate()
-    by_output = placement.dim == (1 if transposed else 0)
-    return Shard(-1) if by_output else Partial()
+    layer.leaves = Replicate()
+    if isinstance(placement, Shard):
+        by_output = placement.dim == (1 if transposed else 0)
+        layer.leaves = Shard(-1) if by_output else Partial()
 
 
 # Which weights of a model are quantised, and how they get there one after the other:

@@ -1,9 +1,10 @@
-"""Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
+"""A model without memory, on the meta device, which loading, `check` and adapters begin with; and its safetensors straight into
+shards: every rank reads the slices that it holds and nothing else.
 
 For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a
 tensor tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that
 slice, and copy it into the shard, converting the dtype. A tensor that is made of several (`Fused`) is made of whole
-ones, of which experts that this rank does not hold are left out.
+ones, of which experts that this rank does not hold are left out. Buffers that no file holds are computed again.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distill_rl.errors import ConfigError, problem
+from distill_rl.errors import ConfigError, first_line, problem
+from distill_rl.models import varlen
 from distill_rl.models.adapters import names_in_files
-from distill_rl.models.files.headers import (
+from distill_rl.models.files import (
     FLOATS,
     TIED_APART,
     UNTIE,
@@ -32,17 +34,96 @@ from distill_rl.models.files.headers import (
     weight_files,
     weight_problems,
 )
-from distill_rl.models.skeleton import TABLE
+from distill_rl.models.forward import use_own_lengths
 from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
-
-    from distill_rl.models.files.headers import Shapes
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightTransform
 
 
-DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
+TABLE = "_weight_conversions"
+"""Attribute of a model with its table, as Transformers names it."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
+
+    Its cache and the search for padding in its inputs are switched off.
+
+    Args:
+        attention: transformers' name of an implementation, or one of `OURS`.
+
+    Raises:
+        ConfigError: no causal LM of this config, or the attention implementation is not available.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    varlen.register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model type {config.model_type}",
+            f"transformers must have it as a causal LM with {attention} attention",
+            first_line(error),
+            "try another setting of `attention`",
+        ) from error
+    # While its classes have their own names, which tables go by, and which FSDP2 changes.
+    setattr(model, TABLE, get_model_conversion_mapping(model))
+    without_cache(model)
+    use_own_lengths(model)
+    return model
+
+
+def without_cache(model: PreTrainedModel) -> None:
+    """Switches off a model's cache and the search for padding in its inputs."""
+    # With a cache, packed documents would see each other; see forward.logits.
+    model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            # It searches for padding, which makes the host wait for the GPU in every forward.
+            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
+
+    Transformers' initialisation runs for their modules, with all parameters excluded, over two different fillings. A buffer
+    that differs afterwards has not been recomputed.
+
+    Raises:
+        ConfigError: the model's initialisation does not set a buffer.
+    """
+    stored = set(model.state_dict())
+    lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    owners = {name.rpartition(".")[0] for name in lost}
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
+    results = []
+    for filling in (0, 1):
+        for buffer in lost.values():
+            buffer.fill_(filling)
+        for owner in owners:
+            model._init_weights(model.get_submodule(owner))
+        results.append({name: buffer.clone() for name, buffer in lost.items()})
+    for parameter in model.parameters():
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    for name in lost:
+        if not torch.equal(*(result[name] for result in results)):
+            raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)
+
+
+# Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
+
+_FILE_DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
 
 
 class WeightFiles:
@@ -91,9 +172,9 @@ class WeightFiles:
             ConfigError: not a float of 16 bits or more.
         """
         code = self._slice(name).get_dtype()
-        if code not in DTYPES:
-            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(DTYPES)}", code)
-        return DTYPES[code]
+        if code not in _FILE_DTYPES:
+            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(_FILE_DTYPES)}", code)
+        return _FILE_DTYPES[code]
 
     def read(self, name: str, where: Sequence[slice] = ()) -> Tensor:
         """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read.
@@ -164,7 +245,16 @@ def read_tensor(
     """
     where = local_slices(tensor)
     if name in found.fused:
-        return _read_fused(model, found.fused[name], files, where, local) if local.numel() else 0
+        sizes = [0]
+
+        def read(file_name: str) -> Tensor:
+            part = files.read(file_name)
+            sizes.append(part.nbytes)
+            return part
+
+        if local.numel():
+            local.copy_(found.fused[name].read(model, read, where))
+        return sum(sizes)
     first = found.stored[name][0]
     for file_name in found.stored[name]:
         files.require_shape(file_name, tensor)
@@ -188,7 +278,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
-    """Finds every parameter and persistent buffer of a model in its files; see `conversion.match`.
+    """Finds every parameter and persistent buffer of a model in its files; see `match`.
 
     Raises:
         ConfigError: the files lack a tensor, or hold one that the model does not have, or tensors that are made one have
@@ -217,20 +307,6 @@ def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
     return found
 
 
-def _read_fused(model: PreTrainedModel, fused: Fused, files: WeightFiles, where: Sequence[slice], local: Tensor) -> int:
-    """Fills `local` with the part of a fused tensor at `where`; returns the bytes that were read."""
-    size = 0
-
-    def read(name: str) -> Tensor:
-        nonlocal size
-        tensor = files.read(name)
-        size += tensor.nbytes
-        return tensor
-
-    local.copy_(fused.read(model, read, where))
-    return size
-
-
 def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
     """Returns what differs between a model and its files, at most one line each for what lacks, is left over or misfits.
 
@@ -241,7 +317,6 @@ def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
     family = model.config.model_type
     tensors = stored_tensors(model)
     found = match(model, tensors, shapes)
-    unexpected = found.unexpected
     missing = [name for name, candidates in found.stored.items() if not candidates]
     of_files = {(candidate, name): shapes[candidate] for name, names in found.stored.items() for candidate in names}
     of_files |= {(f"{name} (of {len(fused.names)})", name): fused.shape for name, fused in found.fused.items()}
@@ -250,25 +325,17 @@ def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
         for (candidate, name), shape in of_files.items()
         if shape != tuple(tensors[name].shape)
     ]
-    whole = "copy the model again, or give the config.json that belongs to it"
-    lines = []
-    if missing:
-        lines.append(problem(key, f"{_tensors(missing)} of {family} must be in the files", first_few(missing), whole))
-    if unexpected:
-        lines.append(
-            problem(
-                key, f"{_tensors(unexpected)} in the files, and {family} has none such", first_few(unexpected), whole
-            )
-        )
-    if misfits:
-        lines.append(
-            problem(key, f"{_tensors(misfits)} must have the shape that config.json gives", first_few(misfits), whole)
-        )
-    return lines
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor" if len(names) == 1 else f"{len(names)} tensors"
+    groups = {
+        f"of {family} must be in the files": missing,
+        f"in the files, and {family} has none such": found.unexpected,
+        "must have the shape that config.json gives": misfits,
+    }
+    remedy = "copy the model again, or give the config.json that belongs to it"
+    return [
+        problem(key, f"{len(names)} tensor{'s' * (len(names) > 1)} {rule}", first_few(names), remedy)
+        for rule, names in groups.items()
+        if names
+    ]
 
 
 # How tensors of a model are made of those in its files, by Transformers' own tables, and how the files' are made again.
@@ -341,14 +408,16 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
         tensors: parameters, tied ones once, and persistent buffers, by name.
         shapes: of the tensors in the files.
     """
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     candidates = _candidates(model, tensors)
     owner = {candidate: name for name, names in candidates.items() for candidate in names}
     found: dict[str, list[str]] = defaultdict(list)
     groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unexpected: list[str] = []
-    renamings, converters = _split_table(model)
+    table: list[WeightTransform] = getattr(model, TABLE)
+    renamings = [transform for transform in table if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in table if isinstance(transform, WeightConverter)]
     number_of = {pattern: i for i, converter in enumerate(converters) for pattern in converter.source_patterns}
     renamed: set[str] = set()
     for name in sorted(shapes, key=dot_natural_key):
@@ -402,7 +471,7 @@ def restore(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Ten
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    table = _table(model)
+    table = getattr(model, TABLE)
     try:
         setattr(model, TABLE, [transform for transform in table if transform.was_used()])
         return revert_weight_conversion(model, tensors)
@@ -424,20 +493,6 @@ def _candidates(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
         ]
         for name in tensors
     }
-
-
-def _table(model: PreTrainedModel) -> list[WeightTransform]:
-    """The model's transforms, as `skeleton` has left them."""
-    return getattr(model, TABLE)  # type: ignore[return-value]
-
-
-def _split_table(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """The table of a model: what only renames, and what computes."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    table = _table(model)
-    renamings = [transform for transform in table if isinstance(transform, WeightRenaming)]
-    return renamings, [transform for transform in table if isinstance(transform, WeightConverter)]
 
 
 def _convert(

@@ -19,7 +19,7 @@ from distill_rl.config.rules.models import chunk_problems
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.facts import gpu_bytes, visible_gpus
+from distill_rl.models.files import gpu_bytes, visible_gpus
 from distill_rl.preflight import data, endpoints, machine, models, pairs, stores, suites
 from distill_rl.run import run_directory
 from distill_rl.run.opened import OpenedRun, RunFindings

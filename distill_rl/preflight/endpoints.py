@@ -73,7 +73,7 @@ def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[st
 
 def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> Iterator[str]:
     """Yields at most one line: the servers' context is not that for which the model's frequencies are right."""
-    from distill_rl.models.files.hub import read_config
+    from distill_rl.models.files import read_config
 
     if opened.folder is None or not (opened.folder / "config.json").is_file():
         return

@@ -9,6 +9,7 @@ from distill_rl.config.facts import row_width, width_multiple
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
+from distill_rl.models import adapters
 from distill_rl.models.attention import (
     ON_CPU,
     VARLEN,
@@ -20,6 +21,7 @@ from distill_rl.models.attention import (
     packed_limit,
     spread_problems,
 )
+from distill_rl.models.classes import examine, survey
 from distill_rl.models.families import (
     engine_length_problem,
     family_of,
@@ -28,11 +30,15 @@ from distill_rl.models.families import (
     sequence_parallel_problems,
     split_problems,
 )
-from distill_rl.models.files.facts import examine
-from distill_rl.models.files.headers import dtype_problems, holds_several, plainly_whole, tied_problems
-from distill_rl.models.files.hub import stateful_layers
-from distill_rl.models.lora import survey
-from distill_rl.models.stored import as_stored_problem, method_of, missing_packages
+from distill_rl.models.files import (
+    as_stored_problem,
+    dtype_problems,
+    method_of,
+    missing_packages,
+    plainly_whole,
+    stateful_layers,
+    tied_problems,
+)
 from distill_rl.run.opened import OpenedModel, OpenedRun, OpenedTeacher, RunFindings
 
 
@@ -41,13 +47,12 @@ def look_at_adapters(run: OpenedRun, findings: RunFindings) -> None:
 
     Nothing without adapters, and nothing if the student's config could not be read.
     """
-    student = run.student
-    lora, folder = run.config.student.lora, student.folder
-    if lora is None or folder is None or student.config is None:
+    student, folder = run.student, run.student.folder
+    if folder is None or student.config is None:
         return
-    found = findings.attempt("student.lora", lambda: survey(folder, lora, student.shapes))
+    found = findings.attempt(adapters.KEY, lambda: survey(folder, run.config.student, student.shapes))
     if student.facts is not None and found is not None:
-        student.facts = replace(student.facts, lora=found)
+        student.facts = replace(student.facts, adapters=found)
 
 
 def fit_problems(run: OpenedRun, *, gpus: int) -> Iterator[str]:
@@ -277,7 +282,7 @@ def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator
         if settings.quantization != AS_STORED or not settings.runs_model or opened.config is None:
             continue
         assert opened.folder is not None
-        rule = as_stored_problem(opened.config, several=holds_several(opened.folder), tp=1)
+        rule = as_stored_problem(opened.config, opened.folder, tp=1)
         if rule:
             yield problem(key, rule, AS_STORED, f"set {key}=int8, int4, fp8 or null")
             continue

@@ -16,7 +16,7 @@ from distill_rl.config.schema import Config
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.files.hub import ADVICE, unwritten_beginning
+from distill_rl.models.files import ADVICE, unwritten_beginning
 from distill_rl.run.opened import Comparison, OpenedModel, OpenedRun, OpenedTeacher, RunFindings
 from distill_rl.run.shared_vocabulary import some
 

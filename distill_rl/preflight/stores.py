@@ -25,8 +25,7 @@ from distill_rl.data.batch.tokenization import Tokenization, name_of
 from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import StoreError, problem
-from distill_rl.models.files.facts import teacher_identity
-from distill_rl.models.files.hub import cached
+from distill_rl.models.files import cached, teacher_identity
 from distill_rl.run.job import manifest_of
 from distill_rl.run.opened import OpenedRun, RunFindings
 from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, short

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from distill_rl.config.measured import is_suite_score, is_validated
 from distill_rl.config.schema import Config
-from distill_rl.models.files.hub import Licence, licence_of
+from distill_rl.models.files import Licence, licence_of
 from distill_rl.observe.report.card import model_card
 from distill_rl.observe.sinks import read_records
 from distill_rl.types import RunPaths

@@ -21,7 +21,7 @@ from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError, StoreError, first_line
-from distill_rl.models.files.hub import resolve
+from distill_rl.models.files import resolve
 from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters
 from distill_rl.store.manifest import FILE, SERVED, Manifest, describe_teacher, require_same, write_manifest
 from distill_rl.system.files import sha256

@@ -25,10 +25,8 @@ from distill_rl.data.loader import Joining, Loader
 from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
-from distill_rl.models.files import facts as model_files
-from distill_rl.models.files import headers, hub
-from distill_rl.models.files.hub import architecture_problems, tower_note
-from distill_rl.models.lora import survey
+from distill_rl.models import files as model_files
+from distill_rl.models.classes import survey
 from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
 from distill_rl.store.manifest import TEACHER, read_manifest, served_identity
 from distill_rl.store.store import Store
@@ -152,13 +150,13 @@ class OpenedModel:
         if self.config is not None:
             return self.config.vocab_size
         assert self.tokenizer is not None
-        return hub.vocabulary_size(self.tokenizer)
+        return model_files.vocabulary_size(self.tokenizer)
 
     @cached_property
     def headers(self) -> Mapping[str, Any]:
         """What the headers of the weights' files say, by tensor."""
         assert self.folder is not None
-        return headers.read_headers(self.folder)
+        return model_files.read_headers(self.folder)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -175,11 +173,11 @@ class OpenedModel:
         """
         if self.tokenizer is not None:
             return
-        tokenizer, described = hub.tokenizer_of(self.settings), described_by(self.settings)
-        self.stops = hub.configured_stops(*described)
-        self.folder = hub.resolve(*described)
+        tokenizer, described = model_files.tokenizer_of(self.settings), described_by(self.settings)
+        self.stops = model_files.configured_stops(*described)
+        self.folder = model_files.resolve(*described)
         if self.has_config and (self.folder / "config.json").is_file():
-            self.config = hub.read_config(*described, quantized=self.settings.may_be_quantized)
+            self.config = model_files.read_config(*described, quantized=self.settings.may_be_quantized)
         self._take(tokenizer)
 
     def fetch(self) -> None:
@@ -190,7 +188,7 @@ class OpenedModel:
         """
         if not self.runs:
             return
-        folder = hub.resolve(self.settings.model, self.settings.revision, weights=True)
+        folder = model_files.resolve(self.settings.model, self.settings.revision, weights=True)
         if self.facts is None:
             self.folder = folder
             self._measure()
@@ -203,7 +201,9 @@ class OpenedModel:
             folder = _located(f"{self.key}.tokenizer", path, None, findings)
             if folder is not None:
                 self.folder = folder
-                self.stops = findings.attempt(f"{self.key}.tokenizer", partial(hub.configured_stops, folder)) or ()
+                self.stops = (
+                    findings.attempt(f"{self.key}.tokenizer", partial(model_files.configured_stops, folder)) or ()
+                )
                 self._open_tokenizer(folder, findings)
             return
         folder = _located(f"{self.key}.model", path, revision, findings)
@@ -222,19 +222,23 @@ class OpenedModel:
     def _open_weights(self, folder: Path, findings: RunFindings, *, needed: bool) -> None:
         """Reads config.json and the headers of the weights, which are a problem only if they are `needed`."""
         key = f"{self.key}.model"
-        in_folder = model_files.folder_problems(key, folder, weights=needed) or architecture_problems(key, folder)
+        in_folder = model_files.folder_problems(key, folder, weights=needed) or model_files.architecture_problems(
+            key, folder
+        )
         findings.problems += in_folder
         if in_folder:
             return
         self.folder = folder
-        self.config = findings.attempt(key, lambda: hub.read_config(folder, quantized=self.settings.may_be_quantized))
-        self.stops = findings.attempt(key, lambda: hub.configured_stops(folder)) or ()
+        self.config = findings.attempt(
+            key, lambda: model_files.read_config(folder, quantized=self.settings.may_be_quantized)
+        )
+        self.stops = findings.attempt(key, lambda: model_files.configured_stops(folder)) or ()
         if self.config is not None and not getattr(self.config, "num_attention_heads", None):
             rule = f"must be a model with attention; {self.config.model_type} has no attention heads"
             findings.problems.append(problem(key, rule, None, "use a transformer, such as Llama, Qwen or Mistral"))
             self.config = None
         if self.config is not None:
-            findings.notes += tower_note(key, folder, self.config)
+            findings.notes += model_files.tower_note(key, folder, self.config)
             if not model_files.folder_problems(key, folder):
                 findings.attempt(key, self._measure)
 
@@ -243,12 +247,12 @@ class OpenedModel:
         self.facts = model_files.read_model_facts(self.folder, self.config, self.headers)
 
     def _open_tokenizer(self, folder: Path, findings: RunFindings) -> None:
-        tokenizer = findings.attempt(f"{self.key}.tokenizer", lambda: hub.read_tokenizer(folder))
+        tokenizer = findings.attempt(f"{self.key}.tokenizer", lambda: model_files.read_tokenizer(folder))
         if tokenizer is not None:
             self._take(tokenizer)
 
     def _take(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.tokenizer_hash = tokenizer, hub.tokenizer_hash(tokenizer)
+        self.tokenizer, self.tokenizer_hash = tokenizer, model_files.tokenizer_hash(tokenizer)
         self.beyond = tokens_beyond(tokenizer, self.columns, stops=self.stops) or ()
         self.vocabulary_size = readable_ids(tokenizer, self.columns, stops=self.stops)
 
@@ -309,10 +313,13 @@ def _located(key: str, name: str, revision: str | None, findings: RunFindings) -
     """The local folder of a model or tokenizer, which may be in the hub's cache; None, with a line, if there is none."""
     if name == MISSING or not name.strip():  # the rules of the configuration report it
         return None
-    location = model_files.locate(key, name, revision)
-    findings.problems += filter(None, [location.problem])
-    findings.unreachable += filter(None, [location.unreachable])
-    return location.folder
+    try:
+        return model_files.locate(key, name, revision)
+    except model_files.HubUnreachable as error:
+        findings.unreachable.append(str(error))
+    except ConfigError as error:
+        findings.problems += error.problems
+    return None
 
 
 @dataclass
@@ -369,7 +376,7 @@ class OpenedRun:
         for teacher in self.teachers:
             if teacher.comparison is not None and teacher.shared is not None:
                 known.append(KnownIds(teacher.shared.size, teacher.name, teacher.comparison.by_tokenizer))
-        own_ids = hub.vocabulary_size(tokenizer)
+        own_ids = model_files.vocabulary_size(tokenizer)
         return BatchPlan.from_config(
             self.config,
             pad_id(tokenizer, num_ids),
@@ -484,10 +491,10 @@ def open_rows(config: Config) -> OpenedRun:
 
 def with_adapters(config: Config, facts: ModelFacts) -> ModelFacts:
     """The facts of the student with what is trained, if it has adapters and these are not counted yet."""
-    lora = config.student.lora
-    if lora is None or facts.lora is not None:
+    if not config.student.has_adapters or facts.adapters is not None:
         return facts
-    return replace(facts, lora=survey(hub.resolve(config.student.model, config.student.revision), lora))
+    folder = model_files.resolve(config.student.model, config.student.revision)
+    return replace(facts, adapters=survey(folder, config.student))
 
 
 def training_batches(config: Config, source: Source | Mixture, order: Order, start: TrainState) -> Loader:

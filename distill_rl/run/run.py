@@ -150,8 +150,8 @@ def _train(run: OpenedRun, paths: RunPaths, signals: Signals, facts: Facts, comm
         from distill_rl.observe.report.report import write_report
         from distill_rl.run.driver import Driver
 
-        if job.facts.student is not None and job.facts.student.lora is not None:
-            say(f"trained   {job.facts.student.lora}")
+        if job.facts.student is not None and job.facts.student.adapters is not None:
+            say(f"trained   {job.facts.student.adapters}")
         for teacher, known in job.facts.by_teacher(config):
             if known.cross_tokenizer_loss is not None:
                 how = f"loss {known.cross_tokenizer_loss} over chunks of text"

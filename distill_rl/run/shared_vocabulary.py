@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distill_rl.models.files.hub import tokenizer_hash, vocabulary_size
+from distill_rl.models.files import tokenizer_hash, vocabulary_size
 
 SHOWN = 4
 """Tokens that are named in a message."""

@@ -13,7 +13,7 @@ from distill_rl.config.derive import ring_plan, sizes, stored_targets
 from distill_rl.config.layout import aligner_workers, compute_groups, evaluators
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.models.files.facts import visible_gpus
+from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.run.job import Job, make_stores
@@ -151,7 +151,7 @@ def _session(
     with ray_runs as hosts:
         gpus, cpus = capacity()
         student = job.facts.student
-        trained = {} if student is None or student.lora is None else {"trained": str(student.lora)}
+        trained = {} if student is None or student.adapters is None else {"trained": str(student.adapters)}
         write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]} | trained)
         num_aligners, here = local_aligners, this_node()
         if config.ray.address is not None:

@@ -140,7 +140,7 @@ def needed_flops(student: Shape, rows: TokenRows, *, frozen: bool) -> float:
     """FLOPs that training on rows needs: of their tokens, each of which attends to what precedes it in its document.
 
     Args:
-        frozen: the weights have no gradient (LoRA), so that backward costs as much as forward; the adapters are not counted.
+        frozen: the weights have no gradient, so that backward costs as much as forward; the adapters are not counted.
     """
     used = rows.used if rows.used is not None else [rows.shape[1]] * rows.shape[0]
     tokens = sum(int(count) for count in used)

@@ -40,10 +40,10 @@ class Manifest:
     """Name or folder of the teacher when it was captured; for people."""
     revision: str | None
     weights: str
-    """Of the teacher: sha256 over config and weights, and how they were quantised (`models.files.facts.teacher_identity`), or
+    """Of the teacher: sha256 over config and weights, and how they were quantised (`models.files.teacher_identity`), or
     `served_identity`."""
     tokenizer: str
-    """sha256 over what determines a text's ids (`models.files.hub.tokenizer_hash`)."""
+    """sha256 over what determines a text's ids (`models.files.tokenizer_hash`)."""
     vocabulary_size: int
     """Ids with a probability; further columns of the teacher's output layer are padding."""
     mass: float | None = None

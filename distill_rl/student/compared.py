@@ -21,7 +21,7 @@ from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
 from distill_rl.losses.core.rows import accumulator
 from distill_rl.losses.targets import Teacher, Wire
-from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
+from distill_rl.models.files import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import own_columns

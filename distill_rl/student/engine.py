@@ -36,7 +36,7 @@ from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
 from distill_rl.models.families import family_of, length_limit, use_liger
-from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
+from distill_rl.models.forward import micro_batches, tensor_to_device, to_device
 from distill_rl.models.load import load_model
 from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.models.varlen import Documents, documents_for

@@ -42,7 +42,7 @@ from distill_rl.losses import (
 from distill_rl.losses.agreement import top_tokens
 from distill_rl.losses.core.logits import Student, as_tree, student_of
 from distill_rl.losses.targets import Teacher
-from distill_rl.models.inputs import to_device
+from distill_rl.models.forward import to_device
 from distill_rl.student.compared import ComparedTeacher, CrossTokenizer, Target
 from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TeacherPart, TokenWeights
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.inputs import to_device
+from distill_rl.models.forward import to_device
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import own_positions
 from distill_rl.types import IGNORE_INDEX, TokenRows

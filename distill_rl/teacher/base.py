@@ -62,16 +62,14 @@ class TeacherBackend(Protocol):
     """Of the last complete `forward`: sum over labelled positions of −log p(label), or of the entropy
     (`teachers[].score`); 0 if that is `static`."""
 
-    @property
-    def bytes_per_token(self) -> int:
-        """The most bytes per position of the tensors that `forward` yields."""
-        ...
+    bytes_per_token: int
+    """The most bytes per position of the tensors that `forward` yields."""
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """Yields the targets of this rank's part of a global batch, micro-batch by micro-batch, in order.
 
         The same rows always give the same targets. Positions without a label have some valid target. Micro-batches are
-        those of `models.inputs.micro_batches`: rows that the teacher is not asked for are not among them, and the
+        those of `models.forward.micro_batches`: rows that the teacher is not asked for are not among them, and the
         layout counts those that are (`RoutedTeacher` adds the others).
 
         Yields:

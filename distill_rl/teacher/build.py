@@ -27,7 +27,7 @@ class RoutedTeacher:
     """Lets a backend compute the rows that it is asked for, and gives all others a target that nothing reads.
 
     So every micro-batch is published as a whole, whoever is asked for its rows. The backend gets the whole batch in one
-    call, and leaves out the other rows itself (`models.inputs.micro_batches`), so that one that sends all of its
+    call, and leaves out the other rows itself (`models.forward.micro_batches`), so that one that sends all of its
     requests at once still does.
 
     Args:
@@ -36,14 +36,9 @@ class RoutedTeacher:
 
     def __init__(self, backend: TeacherBackend):
         self.backend = backend
-        self.micro_batch_size = backend.micro_batch_size
+        self.micro_batch_size, self.bytes_per_token = backend.micro_batch_size, backend.bytes_per_token
         self.score = 0.0
         """As of `TeacherBackend`; 0, because a teacher that is chosen by row has the score `static`."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """As of `TeacherBackend`."""
-        return self.backend.bytes_per_token
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """As of `TeacherBackend`. Each layout has all rows of its micro-batch."""
@@ -110,33 +105,23 @@ def build_teacher(
         GpuMemoryError: as for `VllmScorer`.
         StoreError: the store cannot be opened.
     """
-
-    def scored(scorer: PromptScorer) -> TeacherBackend:
-        return ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
-
-    live: TeacherBackend | None = None
+    scorer: PromptScorer | None = None
     if teacher.backend == "vllm":
         from distill_rl.teacher.vllm import VllmScorer
 
-        live = scored(VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads))
+        scorer = VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads)
     elif teacher.backend == "endpoint":
         from distill_rl.teacher.endpoint import EndpointScorer
 
-        live = scored(EndpointScorer(teacher, token_of(teacher) if token is None else token))
+        scorer = EndpointScorer(teacher, token_of(teacher) if token is None else token)
+    backend: TeacherBackend | None = None
+    if scorer is not None:
+        backend = ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
     elif not teacher.only_reads:
-        live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
-    backend = _with_store(config, teacher, world, live)
+        backend = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
+    if teacher.targets_store is not None:
+        store, writes = Store(Path(teacher.targets_store)), teacher.backend != "store" and world.reports
+        writer = StoreWriter(store, write_every_s=config.capture.write_every_s) if writes else None
+        backend = StoredTeacher(config, teacher, world, store, backend, writer)
+    assert backend is not None
     return RoutedTeacher(backend) if teacher.is_chosen_by_row else backend
-
-
-def _with_store(config: Config, teacher: TeacherConfig, world: World, live: TeacherBackend | None) -> TeacherBackend:
-    """What computes targets, with the store that they are read from or written to."""
-    folder = teacher.targets_store
-    if folder is None:
-        assert live is not None
-        return live
-    store = Store(Path(folder))
-    writer = None
-    if teacher.backend != "store" and world.reports:
-        writer = StoreWriter(store, write_every_s=config.capture.write_every_s)
-    return StoredTeacher(config, teacher, world, store, live, writer)

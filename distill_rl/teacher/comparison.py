@@ -20,9 +20,9 @@ from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import forward
+from distill_rl.models.forward import row_positions
 from distill_rl.models.load import load_model
 from distill_rl.models.quantization import weight_bytes
-from distill_rl.models.rotary import row_positions
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.system.memory import peak_gib, reset_peak

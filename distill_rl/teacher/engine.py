@@ -4,7 +4,7 @@ test."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,10 +33,10 @@ from distill_rl.losses.targets import Wire
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.families import length_limit
-from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.forward import micro_batches, to_device
 from distill_rl.models.load import load_model
-from distill_rl.models.skeleton import DTYPES
 from distill_rl.models.varlen import documents_for
+from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import gather_positions, own_positions
 from distill_rl.parallel.shards import mask_padded_columns
@@ -101,13 +101,12 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
     Returns:
         Plain tensors, fp32 (ids: int32), of N rows, equal on every tensor-parallel rank.
     """
-    whole: dict[str, Tensor] = {}
-    for rows, logits in head.chunks(hidden):
+
+    def top_k(logits: Tensor, rows: slice) -> dict[str, Tensor]:
         top = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=head.temperature, backend=head.backend)
-        for name, part in top.to_tensors(torch.float32).items():
-            _write(whole, name, part, rows, hidden.shape[0])
-        del logits, top
-    return TopKLogprobs.from_tensors(whole, head.temperature)
+        return top.to_tensors(torch.float32)
+
+    return TopKLogprobs.from_tensors(_by_chunk(hidden, head, top_k), head.temperature)
 
 
 def sampled_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, draws: int, keys: Tensor) -> SampledTokens:
@@ -121,13 +120,12 @@ def sampled_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, draws: 
     Returns:
         Plain tensors of N rows, ids int32, counts int16, otherwise fp32, equal on every tensor-parallel rank.
     """
-    whole: dict[str, Tensor] = {}
-    for rows, logits in head.chunks(hidden):
+
+    def sample(logits: Tensor, rows: slice) -> dict[str, Tensor]:
         drawn = vocab_parallel_sample(logits, draws, keys=keys[rows], labels=labels[rows], temperature=head.temperature)
-        for name, part in drawn.to_tensors(torch.float32).items():
-            _write(whole, name, part, rows, hidden.shape[0])
-        del logits, drawn
-    return SampledTokens.from_tensors(whole, head.temperature)
+        return drawn.to_tensors(torch.float32)
+
+    return SampledTokens.from_tensors(_by_chunk(hidden, head, sample), head.temperature)
 
 
 def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dtype: torch.dtype) -> DenseLogits:
@@ -140,17 +138,14 @@ def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dty
         Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every tensor-parallel
         rank.
     """
-    whole: dict[str, Tensor] = {}
-    for rows, logits in head.chunks(hidden):
-        label_logprob = vocab_parallel_logprobs(
-            logits, labels[rows], temperature=head.temperature, backend=head.backend
-        )
-        assert isinstance(label_logprob, Tensor)
-        _write(whole, "label_logprob", label_logprob, rows, hidden.shape[0], torch.float32)
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        _write(whole, "logits", logits, rows, hidden.shape[0], wire_dtype)
-        del logits
-    return DenseLogits(whole["logits"], whole["label_logprob"])
+
+    def gather(logits: Tensor, rows: slice) -> dict[str, Tensor]:
+        logprob = vocab_parallel_logprobs(logits, labels[rows], temperature=head.temperature, backend=head.backend)
+        assert isinstance(logprob, Tensor)
+        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return {"logits": whole.to(wire_dtype), "label_logprob": logprob.float()}
+
+    return DenseLogits(**_by_chunk(hidden, head, gather))
 
 
 def hidden_targets(
@@ -163,16 +158,31 @@ def hidden_targets(
     Returns:
         Plain tensors of N rows, equal on every tensor-parallel rank; and the entropies, fp32 [N] in nats, or None.
     """
-    whole: dict[str, Tensor] = {}
-    for rows, logits in head.chunks(hidden):
-        logprobs = vocab_parallel_logprobs(
+
+    def logprobs(logits: Tensor, rows: slice) -> dict[str, Tensor]:
+        found = vocab_parallel_logprobs(
             logits, labels[rows], temperature=head.temperature, return_entropy=with_entropy, backend=head.backend
         )
-        columns = logprobs if isinstance(logprobs, tuple) else (logprobs,)
-        for name, part in zip(("label_logprob", "entropy"), columns):
-            _write(whole, name, part, rows, hidden.shape[0], torch.float32)
-        del logits
+        if isinstance(found, Tensor):
+            return {"label_logprob": found.float()}
+        return {"label_logprob": found[0].float(), "entropy": found[1].float()}
+
+    whole = _by_chunk(hidden, head, logprobs)
     return HiddenStates(hidden, whole["label_logprob"]), whole.get("entropy")
+
+
+def _by_chunk(
+    hidden: Tensor, head: TargetHead, compute: Callable[[Tensor, slice], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `compute` makes of the logits of each chunk and its rows, for all rows of `hidden`."""
+    whole: dict[str, Tensor] = {}
+    for rows, logits in head.chunks(hidden):
+        for name, part in compute(logits, rows).items():
+            if name not in whole:  # concatenating parts at the end would need twice the memory
+                whole[name] = part.new_empty(hidden.shape[0], *part.shape[1:])
+            whole[name][rows] = part
+        del logits, part
+    return whole
 
 
 def unused_targets(
@@ -212,16 +222,6 @@ def unused_targets(
         "rest_logprob": half,
         "label_logprob": half.clone(),
     }
-
-
-def _write(
-    whole: dict[str, Tensor], name: str, part: Tensor, rows: slice, num_rows: int, dtype: torch.dtype | None = None
-) -> None:
-    """Writes `part` to `rows` of `whole[name]`, which is created with `num_rows` rows if missing."""
-    # Concatenating parts at the end would need twice the memory.
-    if name not in whole:
-        whole[name] = part.new_empty(num_rows, *part.shape[1:], dtype=dtype or part.dtype)
-    whole[name][rows] = part
 
 
 @torch.no_grad()
@@ -307,6 +307,18 @@ class TeacherEngine:
             chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp), _free_bytes(config, world)),
             backend="eager" if config.loss.backend == "eager" else None,
         )
+        model, export = self.model.config, teacher.export
+        by_export = {
+            "hidden": model.hidden_size,
+            "logits": model.vocab_size,
+            "sampled": min(config.loss.draws, model.vocab_size),
+            "topk": config.loss.top_k,
+        }
+        self._entries = int(by_export[export])
+        """Ids, columns or numbers per position of the targets."""
+        self._dtype: torch.dtype = self.model.dtype if export == "hidden" else self.wire_dtype
+        self.bytes_per_token = target_bytes_per_token(export, self._entries, self._dtype.itemsize)
+        """Of the tensors that `forward` yields; columns that are padding count, too."""
         self.score = 0.0
         """Of the last complete `forward`: sum over labelled positions of −log p(label), or of the entropy."""
 
@@ -341,27 +353,6 @@ class TeacherEngine:
         if world.sp_group is not None:
             dist.all_reduce(total, group=world.sp_group)
         self.score = total.item()
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes per token of the tensors that `forward` yields; columns that are padding count, too."""
-        return target_bytes_per_token(self.teacher.export, self._entries, self._dtype.itemsize)
-
-    @property
-    def _entries(self) -> int:
-        """Ids, columns or numbers per position of the targets."""
-        model = self.model.config
-        by_export = {
-            "hidden": model.hidden_size,
-            "logits": model.vocab_size,
-            "sampled": min(self.config.loss.draws, model.vocab_size),
-            "topk": self.config.loss.top_k,
-        }
-        return int(by_export[self.teacher.export])
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.model.dtype if self.teacher.export == "hidden" else self.wire_dtype  # type: ignore[no-any-return]
 
     def unused_targets(self, positions: int) -> dict[str, Tensor]:
         """As of `TeacherBackend`."""

@@ -15,7 +15,7 @@ NaN, and no distribution has a mass above one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import NumericsError
 from distill_rl.losses.targets import TopKLogprobs
-from distill_rl.models.inputs import micro_batches
+from distill_rl.models.forward import micro_batches
 from distill_rl.parallel.mesh import World
 from distill_rl.teacher.base import MASS_TOLERANCE, PromptScorer, Scores
 from distill_rl.teacher.engine import CHUNK_TOKENS, score_of, unused_targets, wire_dtype
@@ -65,10 +65,7 @@ class ScoredTeacher:
         self.wire_dtype = wire_dtype(teacher, world.device)
         self.score = 0.0
         self._vocabulary_size, self._k = vocabulary_size, config.loss.top_k
-
-    @property
-    def bytes_per_token(self) -> int:
-        return target_bytes_per_token("topk", self._k, self.wire_dtype.itemsize)
+        self.bytes_per_token = target_bytes_per_token("topk", self._k, self.wire_dtype.itemsize)
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """As of `TeacherBackend`. All prompts of the batch are sent before the first answer is awaited.
@@ -79,7 +76,8 @@ class ScoredTeacher:
         """
         waiting = list(micro_batches(batch, self.micro_batch_size))
         places, prompts = _prompts_of([rows for _, rows in waiting])
-        targets = [_Targets.of(rows.input_ids.size, self._k) for _, rows in waiting]
+        # A valid target at every position, which those that no prompt has keep.
+        targets = [unused_targets("topk", rows.input_ids.size, self._k, torch.float32) for _, rows in waiting]
         missing = np.bincount([place.micro_batch for place in places], minlength=len(waiting))
         answers = iter(self.scorer.score(prompts, self._k)) if prompts else iter(())
         total = 0.0
@@ -89,7 +87,7 @@ class ScoredTeacher:
                 place = places[prompt]
                 self._write(targets[place.micro_batch], place.start, scores)
                 missing[place.micro_batch] -= 1
-            target = targets[i].as_topk()
+            target = TopKLogprobs.from_tensors(targets[i], 1.0)
             if self.teacher.score != "static":
                 labels = torch.from_numpy(rows.labels.astype(np.int64)).flatten()
                 total += float(score_of(self.teacher.score, target, None, labels, 1.0, CHUNK_TOKENS))
@@ -103,7 +101,7 @@ class ScoredTeacher:
     def close(self) -> None:
         self.scorer.close()
 
-    def _write(self, targets: _Targets, start: int, scores: Scores) -> None:
+    def _write(self, targets: Mapping[str, Tensor], start: int, scores: Scores) -> None:
         """Checks the scores of a prompt and writes them from position `start` on."""
         ids, logprobs = scores.ids, scores.logprobs
         if (unknown := ids >= self._vocabulary_size).any():
@@ -114,30 +112,10 @@ class ScoredTeacher:
         if (mass > 1 + MASS_TOLERANCE).any():
             rule = "the probabilities of its top k must not exceed 1 together"
             raise NumericsError(f"teacher {self.teacher.name}", rule, f"{mass.max():.4f}", "see its server")
-        rows = slice(start, start + len(ids))
-        targets.ids[rows], targets.logprobs[rows] = ids, logprobs
-        targets.rest[rows] = np.log(np.maximum(1 - mass, _LEAST_REST))
-        targets.labels[rows] = scores.next_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """Targets of the positions of a micro-batch, on the host."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    rest: np.ndarray
-    labels: np.ndarray
-
-    @classmethod
-    def of(cls, positions: int, k: int) -> _Targets:
-        """A valid target at every position, which those that no prompt has keep."""
-        unused = unused_targets("topk", positions, k, torch.float32)
-        return cls(*(unused[name].numpy() for name in ("ids", "logprobs", "rest_logprob", "label_logprob")))
-
-    def as_topk(self) -> TopKLogprobs:
-        ids, logprobs, rest, labels = map(torch.from_numpy, (self.ids, self.logprobs, self.rest, self.labels))
-        return TopKLogprobs(ids, logprobs, rest, 1.0, labels)
+        rest = np.log(np.maximum(1 - mass, _LEAST_REST))
+        columns = {"ids": ids, "logprobs": logprobs, "rest_logprob": rest, "label_logprob": scores.next_logprobs}
+        for name, column in columns.items():
+            targets[name].numpy()[start : start + len(ids)] = column
 
 
 def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[_PromptPlace], list[np.ndarray]]:

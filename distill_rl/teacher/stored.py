@@ -35,8 +35,8 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, lay
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import DataError, NumericsError
 from distill_rl.losses.targets import target_of
-from distill_rl.models.inputs import micro_batches, to_device
-from distill_rl.models.skeleton import DTYPES
+from distill_rl.models.forward import micro_batches, to_device
+from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import World
 from distill_rl.store.shard import Column
 from distill_rl.store.store import Found, Store, StoreWriter
@@ -130,12 +130,8 @@ class StoredTeacher:
         manifest = store.manifest
         self._entries = config.loss.top_k if manifest.kind == "topk" else manifest.entries
         self._dtype = DTYPES[manifest.wire_dtype]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes per token of the tensors that `forward` yields."""
-        stored = target_bytes_per_token(self.store.manifest.kind, self._entries, self._dtype.itemsize)
-        return stored if self.live is None else max(stored, self.live.bytes_per_token)
+        stored = target_bytes_per_token(manifest.kind, self._entries, self._dtype.itemsize)
+        self.bytes_per_token = stored if live is None else max(stored, live.bytes_per_token)
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """Yields the targets of this rank's part of a global batch, as `TeacherBackend.forward` does.
@@ -211,7 +207,13 @@ class StoredTeacher:
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
             part = range(first_row - batch.first_row, batch.rows.shape[0])[: self.micro_batch_size]
             held = [batch.pieces[row] for row in part if batch.asked is None or batch.asked[row]]
-            pieces = _pieces_in(rows, held)
+            pieces, width = [], rows.shape[1]
+            for row, of_row in enumerate(held):
+                start = 0
+                for piece in of_row:
+                    tokens = rows.input_ids[row, start : start + piece.length]
+                    pieces.append(PieceInRows(piece, row * width + start, tokens))
+                    start += piece.length
             yield StoredMicroBatch(Layout(first_row, *rows.shape), rows, pieces)
 
     def _divide(self, batch: RankBatch, *, once: bool = False) -> list[StoredMicroBatch]:
@@ -348,18 +350,6 @@ class StoredTeacher:
     def unused_targets(self, positions: int) -> dict[str, Tensor]:
         """As of `TeacherBackend`."""
         return unused_targets(self.store.manifest.kind, positions, self._entries, self._dtype)
-
-
-def _pieces_in(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[PieceInRows]:
-    """The pieces of the rows of a micro-batch, with their places and tokens."""
-    parts: list[PieceInRows] = []
-    width = rows.shape[1]
-    for row, of_row in enumerate(pieces):
-        start = 0
-        for piece in of_row:
-            parts.append(PieceInRows(piece, row * width + start, rows.input_ids[row, start : start + piece.length]))
-            start += piece.length
-    return parts
 
 
 def _num_tokens(parts: Sequence[PieceInRows]) -> int:

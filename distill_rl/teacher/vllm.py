@@ -18,7 +18,7 @@ import numpy as np
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import WorkerError
-from distill_rl.models.files.hub import read_config, resolve
+from distill_rl.models.files import read_config, resolve
 from distill_rl.models.vllm import GPU_FRACTION, EngineSettings, VllmEngine
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.teacher.base import Scores

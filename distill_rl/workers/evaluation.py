@@ -26,7 +26,7 @@ from distill_rl.evals.options import evaluation_options
 from distill_rl.evals.results import SampleFile, num_ungraded
 from distill_rl.evals.run import Model, progress_file, read_counts
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files.hub import resolve
+from distill_rl.models.files import resolve
 from distill_rl.observe.log import say
 from distill_rl.types import RunPaths
 from distill_rl.workers.actors.evaluator import Evaluated, EvalWorker

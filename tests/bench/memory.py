@@ -22,7 +22,7 @@ import numpy as np
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
-from distill_rl.models.lora import survey
+from distill_rl.models.classes import survey
 from distill_rl.types import RankBatch, TokenRows
 from tests.bench import harness, record
 
@@ -143,8 +143,7 @@ def configuration(case: Case, model: Path) -> Config:
 
 def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
     """The estimate of `distill-rl check` for the worker that the case measures."""
-    if config.student.lora is not None:
-        facts = replace(facts, lora=survey(Path(config.student.model), config.student.lora))
+    facts = replace(facts, adapters=survey(Path(config.student.model), config.student))
     if case.role == "student":
         return student_memory(config, facts)
     return teacher_memory(config, config.teachers[0], facts)
@@ -154,7 +153,7 @@ def write_model(folder: Path, shape: Mapping[str, int | bool] = SHAPE, family: s
     """Writes a random model of a shape in fp32 to `folder`; returns its facts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from distill_rl.models.files.facts import read_model_facts
+    from distill_rl.models.files import read_model_facts
 
     config = AutoConfig.for_model(family, **shape)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

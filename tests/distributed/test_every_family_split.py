@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.helpers.zoo import DENSE, MIXTURES, UNSPLIT, write_family
 pytestmark = pytest.mark.ranks
 
 IDS, POSITIONS = torch.arange(3, 15)[None], torch.arange(12)[None]
-FAMILIES = [name for name in [*DENSE, *MIXTURES] if not families.of_type(name).layer_plan]
+FAMILIES = [name for name in [*DENSE, *MIXTURES] if not families.family_of(SimpleNamespace(model_type=name)).layer_plan]
 
 
 def logits_of_teachers(tp: int, folders: list[Path]) -> dict[str, torch.Tensor | str]:

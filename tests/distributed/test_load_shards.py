@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from distill_rl.errors import ConfigError
 from distill_rl.models import families, forward
 from distill_rl.models.export import export_model
-from distill_rl.models.files.hub import read_config, read_tokenizer
+from distill_rl.models.files import read_config, read_tokenizer
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.skeleton import restore_buffers, skeleton
-from distill_rl.models.weights import WeightFiles, read_weights
+from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import gather_to_first, local_slices, mask_padded_columns
 from tests.helpers import ranks

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import CheckpointError
 from distill_rl.models import adapters
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from distill_rl.models.parallelize import reshard
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student import checkpoint

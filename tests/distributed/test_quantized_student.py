@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from distill_rl.models.parallelize import reshard
 from distill_rl.models.quantization import QuantizedLinear, QuantizedWeight
 from distill_rl.parallel.mesh import close_world, open_world

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from distill_rl.parallel.mesh import open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import Schedule

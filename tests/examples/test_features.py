@@ -59,7 +59,7 @@ def test_a_feature_trains_and_exports(file, folder, cluster):
 
 def test_a_served_teacher_teaches(folder, cluster):
     """The file as it is, but for the port: a server of the name and with the vocabulary that it expects."""
-    from distill_rl.models.files.hub import read_tokenizer, vocabulary_size
+    from distill_rl.models.files import read_tokenizer, vocabulary_size
 
     (file,) = [file for file in FILES if file.stem == "endpoint"]
     teacher = folder / ".cache" / "quickstart" / "seed-0" / "teacher"

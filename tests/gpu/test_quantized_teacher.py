@@ -8,8 +8,7 @@ import torch
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import weight_bytes
 from distill_rl.models import forward
-from distill_rl.models.files.facts import read_model_facts
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.files import read_config, read_model_facts
 from distill_rl.models.quantization import QuantizedWeight
 from distill_rl.parallel.mesh import close_world, open_world
 from tests.helpers.load import load_model

@@ -20,7 +20,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from distill_rl.models.files.hub import IDENTIFIERS
+from distill_rl.models.files import IDENTIFIERS
 
 TOKENS = {"hf_writing_" + 24 * "w": "write", "hf_reading_" + 24 * "r": "read", "hf_failing_" + 24 * "f": "write"}
 """By token, what it may do. The hub breaks down at a commit with the last one."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.document_aligner import AlignedDocument
 from distill_rl.losses.targets import target_of
-from distill_rl.models.files.hub import tokenizer_of
+from distill_rl.models.files import tokenizer_of
 from distill_rl.observe.metrics import Metric, merge, values
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.run.checkpoints import files

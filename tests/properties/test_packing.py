@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distill_rl.config.facts import row_width
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, deal_by_length, divide, first_fit, lay_out
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.models.inputs import micro_batches
+from distill_rl.models.forward import micro_batches
 from distill_rl.types import IGNORE_INDEX, TokenRows
 
 MAX_LENGTH = 24

@@ -212,7 +212,7 @@ def test_batch_script_is_offline_without_telemetry(script: Path) -> None:
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    from distill_rl.models.files.facts import folder_problems
+    from distill_rl.models.files import folder_problems
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")

@@ -229,7 +229,7 @@ def quantization_problems(config: Config) -> Iterator[str]:
 # Adapters (`student.lora`).
 
 
-def lora_problems(config: Config) -> Iterator[str]:
+def adapter_problems(config: Config) -> Iterator[str]:
     """Yields problems of the adapters' settings, one line each.
 
     An input that is dropped as a whole, lists of layers that are empty or hold an empty name, a name in both, and

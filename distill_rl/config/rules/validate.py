@@ -14,10 +14,10 @@ from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_s
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
 from distill_rl.config.rules.models import (
+    adapter_problems,
     endpoint_problems,
     engine_problems,
     long_row_problems,
-    lora_problems,
     quantization_problems,
     routing_problems,
     store_problems,
@@ -54,7 +54,7 @@ def problems(config: Config) -> list[str]:
         *engine_problems(config),
         *endpoint_problems(config),
         *long_row_problems(config),
-        *lora_problems(config),
+        *adapter_problems(config),
         *quantization_problems(config),
         *_aligner(config),
         *_optimizer(config),

@@ -84,6 +84,11 @@ class StudentConfig:
     """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        return self.lora is not None
+
+    @property
     def in_vllm(self) -> bool:
         """Never: a student is trained by this package."""
         return False

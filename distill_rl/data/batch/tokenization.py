@@ -148,7 +148,7 @@ class Tokenization:
 
         Args:
             format: what the rows hold; `data.format` may leave that open.
-            stops: the student's, `models.files.hub.stops_of`.
+            stops: the student's, `models.files.stops_of`.
         """
         return cls(
             tokenizer,

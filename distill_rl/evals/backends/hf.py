@@ -19,9 +19,8 @@ from distill_rl.evals.backends import base
 from distill_rl.models.attention import with_masks
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.families import length_limit
-from distill_rl.models.files.headers import TOWER_NAMES, holds_several
-from distill_rl.models.files.hub import read_config
-from distill_rl.models.rotary import row_positions, use_own_lengths
+from distill_rl.models.files import TOWER_NAMES, holds_several, read_config
+from distill_rl.models.forward import row_positions, use_own_lengths
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends import base
 from distill_rl.models.families import engine_length_problem, length_limit
-from distill_rl.models.files.headers import weight_files
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.files import read_config, weight_files
 from distill_rl.models.vllm import VllmEngine
 
 log = logging.getLogger(__name__)

@@ -152,7 +152,7 @@ class StudentWorker(RankWorker):
             metrics |= self._engine.optim_step()
         self._next_sub_batch = 0 if last else sub_batch + 1
         if self._shape is not None and self._nominal_flops is not None:
-            self._flops += needed_flops(self._shape, batch.rows, frozen=self._config.student.lora is not None)
+            self._flops += needed_flops(self._shape, batch.rows, frozen=self._config.student.has_adapters)
         self._step_s += time.perf_counter() - start
         self._fetch_s += targets.seconds
         self._far_bytes += targets.far_bytes
@@ -281,7 +281,7 @@ class StudentWorker(RankWorker):
 
         Learned vocabulary projections, if there are any, go to the folder `projections` beside `directory`.
         """
-        from distill_rl.models.files.hub import tokenizer_of
+        from distill_rl.models.files import tokenizer_of
 
         self._engine.export(directory, tokenizer_of(self._config.student), card)
         self._engine.export_projections(Path(directory).with_name("projections"))
@@ -294,7 +294,7 @@ class StudentWorker(RankWorker):
             without the evaluation.
         """
         from distill_rl.models.export import ExportError
-        from distill_rl.models.files.hub import tokenizer_of
+        from distill_rl.models.files import tokenizer_of
 
         try:
             self._engine.export(directory, tokenizer_of(self._config.student))

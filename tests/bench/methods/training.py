@@ -9,7 +9,7 @@ from pathlib import Path
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.hub import tokenizer_of
+from distill_rl.models.files import tokenizer_of
 from distill_rl.observe.metrics import Metrics, merge
 from distill_rl.parallel.mesh import close_world, open_world
 from tests.bench.record import peak_bytes

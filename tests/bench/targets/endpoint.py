@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.teacher.endpoint import EndpointScorer
-from distill_rl.teacher.endpoint_dialects import DIALECTS
+from distill_rl.teacher.endpoint import DIALECTS, EndpointScorer
 from tests.bench import harness
 
 VOCABULARY, MODEL = 150_000, "bench"

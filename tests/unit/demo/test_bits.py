@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.schema import DataConfig
 from distill_rl.demo import bits
 from distill_rl.demo.tokenizer import make_tokenizer
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer

@@ -19,7 +19,7 @@ from distill_rl.demo import bits
 from distill_rl.demo.measure import BEGUN, Reading, Subject, TrialFindings, _memory_in_one_line, measure
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention import installed
-from distill_rl.models.files.hub import read_tokenizer, unwritten_beginning, write_beginning
+from distill_rl.models.files import read_tokenizer, unwritten_beginning, write_beginning
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer

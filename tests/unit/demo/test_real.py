@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill_rl.cli import main
 from distill_rl.demo import real
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.hub import write_beginning
+from distill_rl.models.files import write_beginning
 from tests.helpers.models import write_tiny_model
 
 CONTENT = b"weights, in two parts"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.schema import LoraConfig
 from distill_rl.models import adapters, forward
 from distill_rl.models.export import export_model
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from distill_rl.models.parallelize import reshard
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model

@@ -15,9 +15,9 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.models import forward
+from distill_rl.models.classes import examine
 from distill_rl.models.export import export_model
-from distill_rl.models.files.facts import examine
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from distill_rl.models.load import load_to_generate
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model

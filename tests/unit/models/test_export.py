@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from distill_rl.errors import DistillError
 from distill_rl.models import forward
 from distill_rl.models.export import export_model
-from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash
+from distill_rl.models.files import read_tokenizer, tokenizer_hash
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.models import FAMILIES, write_tiny_model

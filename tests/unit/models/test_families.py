@@ -20,7 +20,7 @@ from transformers import (
 
 from distill_rl.models import families
 from distill_rl.models.families import family_of, sequence_parallel_problems, tensor_parallel_problems
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 
 
 def llama(**settings: Any) -> LlamaConfig:

@@ -10,7 +10,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.families import LIGER, liger_problems, use_liger
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 
 SIZES = {
     "vocab_size": 97,
@@ -24,7 +24,7 @@ CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config,
 
 
 def test_unsupported_families_and_activations_are_named():
-    assert CONFIGS.keys() == LIGER.keys()
+    assert CONFIGS.keys() == {*LIGER}
     assert [liger_problems(make(**SIZES)) for make in CONFIGS.values()] == [[]] * 4
     assert liger_problems(Gemma2Config(**SIZES)) == ["liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2"]
     assert liger_problems(LlamaConfig(**SIZES, hidden_act="gelu")) == ["liger's MLP needs hidden_act silu; got gelu"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from distill_rl.models.families import decoder_layers, family_of
 from distill_rl.models.forward import logits
 from distill_rl.models.parallelize import parallelize
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 from distill_rl.parallel.mesh import close_world, open_world
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}

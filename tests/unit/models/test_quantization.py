@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from distill_rl.config.quantization import GROUP, weight_bytes
 from distill_rl.errors import ConfigError
 from distill_rl.models import forward, quantization
-from distill_rl.models.files.facts import read_model_facts
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.files import read_config, read_model_facts
 from distill_rl.models.quantization import QuantizedLinear, QuantizedWeight, quantize_layer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
@@ -141,7 +140,7 @@ def test_a_stored_checkpoint_has_the_logits_of_transformers(tmp_path: Path, worl
 
 
 def test_a_method_that_is_not_available_ends_in_one_line(tmp_path: Path, world: World) -> None:
-    from tests.unit.models.files.test_hub import change_config
+    from tests.unit.models.test_hub import change_config
 
     path = change_config(write_model(tmp_path, "llama"), quantization_config={"quant_method": "hqq"})
     with pytest.raises(

@@ -23,8 +23,8 @@ from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from distill_rl.models import forward
 from distill_rl.models.families import engine_length_problem
+from distill_rl.models.forward import document_lengths, row_positions, use_own_lengths
 from distill_rl.models.load import load_to_generate
-from distill_rl.models.rotary import document_lengths, row_positions, use_own_lengths
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
@@ -158,7 +158,7 @@ def test_a_teacher_reads_a_document_as_it_is_alone(folder: Path, world: World, p
 
 def micro_ids(batch: RankBatch, size: int) -> list[np.ndarray]:
     """The ids of a batch in the order of the teacher's targets, micro-batch by micro-batch."""
-    from distill_rl.models.inputs import micro_batches
+    from distill_rl.models.forward import micro_batches
 
     return [rows.input_ids.ravel() for _, rows in micro_batches(batch, size)]
 

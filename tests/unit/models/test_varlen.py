@@ -15,8 +15,8 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import families, forward, varlen
 from distill_rl.models.attention import PASSES_WINDOW, VARLEN
-from distill_rl.models.skeleton import skeleton
 from distill_rl.models.varlen import Documents
+from distill_rl.models.weights import skeleton
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
 from tests.gpu.conftest import Figures
@@ -145,7 +145,7 @@ def test_sdpa_makes_a_mask_only_for_packed_rows(
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each != "gemma2"])
 def test_no_mask_and_no_host_read(tmp_path: Path, name: str, packing: bool) -> None:
     """On the meta device, where reading a value is an error and torch's kernel computes shapes only."""
-    from distill_rl.models.files.hub import read_config
+    from distill_rl.models.files import read_config
 
     model = skeleton(read_config(write_model(tmp_path, name)), dtype=torch.bfloat16, attention=OURS).train()
     rows = rows_of(packing=packing)
@@ -200,7 +200,7 @@ def test_compiled_layers_give_the_same_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gpt2"])
 def test_compiled_layer_with_torch_kernel_is_one_graph(tmp_path: Path, name: str) -> None:
     """Without numbers, on the meta device. Three programs at most: the second sizes make the graph's sizes symbols."""
-    from distill_rl.models.files.hub import read_config
+    from distill_rl.models.files import read_config
 
     torch._dynamo.reset()
     model = skeleton(read_config(write_model(tmp_path, name)), dtype=torch.bfloat16, attention=OURS).train()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.facts import examine
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.classes import examine
+from distill_rl.models.files import read_config
 from distill_rl.system.without_torch import gpu_possible
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
@@ -38,9 +38,9 @@ WRONG = {"dtype": ("read_config(folder)", {"dtype": "bogus"}), "activation": (EX
 BODY = f"""
 import os
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.hub import architecture_problems
-from distill_rl.models.files.facts import examine
-from distill_rl.models.files.hub import read_config, read_tokenizer
+from distill_rl.models.files import architecture_problems
+from distill_rl.models.classes import examine
+from distill_rl.models.files import read_config, read_tokenizer
 from transformers.utils import is_torch_available
 folder = root / "llama"
 found = dict(reads=[is_torch_available(), read_config(folder).model_type, len(read_tokenizer(folder)) > 0])

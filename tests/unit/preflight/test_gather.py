@@ -11,7 +11,7 @@ from distill_rl.commands.check import summary
 from distill_rl.config.load import load_config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.tokenization import Tokenization
-from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash, tokenizer_of
+from distill_rl.models.files import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
 from distill_rl.run.opened import OpenedRun, open_rows
 from tests.helpers.corpus import write_corpus
@@ -49,7 +49,7 @@ def test_validation_documents_are_not_counted(material):
 
 def test_adapters_are_counted_and_a_name_that_no_layer_has_is_refused(material, problems):
     facts = gather(material / "run.yaml", ["student.lora.rank=8"]).facts.student
-    assert (facts.lora.layers, facts.trained, facts.frozen) == (14, facts.lora.trained, facts.parameters)
+    assert (facts.adapters.layers, facts.trained, facts.frozen) == (14, facts.adapters.trained, facts.parameters)
     line = only(problems("student.lora.targets=[q_proj, v_pro]"))
     assert line.startswith(
         "student.lora.targets.1: no layer of the student has this name; got v_pro; did you mean v_proj"

@@ -12,7 +12,7 @@ from distill_rl.commands.check import _sum
 from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.models.files.facts import gpu_bytes
+from distill_rl.models.files import gpu_bytes
 from distill_rl.preflight import machine as memory
 from distill_rl.preflight.machine import NEAR, compare_memory
 from distill_rl.run.opened import RunFindings

@@ -10,7 +10,7 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.models import attention as choice
-from distill_rl.models.files.hub import read_config
+from distill_rl.models.files import read_config
 from distill_rl.preflight import models as attention
 from distill_rl.preflight.models import attention_problems, class_problems, width_problems
 from distill_rl.run.opened import OpenedModel

@@ -16,8 +16,7 @@ import pytest
 from distill_rl.data.batch.document_aligner import STUDENT, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.reading import files
-from distill_rl.models.files.facts import fingerprint_model
-from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash
+from distill_rl.models.files import fingerprint_model, read_tokenizer, tokenizer_hash
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight import stores as documents
 from distill_rl.store.manifest import TEACHER, describe_teacher, write_manifest

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.weights import skeleton
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from tests.helpers.zoo import DENSE, MIXTURES, family_config
 

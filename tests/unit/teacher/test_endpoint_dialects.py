@@ -11,8 +11,7 @@ import pytest
 
 from distill_rl.errors import DistillError, NumericsError
 from distill_rl.teacher.base import Scores
-from distill_rl.teacher.endpoint_client import Damaged
-from distill_rl.teacher.endpoint_dialects import DIALECTS, WrongAnswer, models_of
+from distill_rl.teacher.endpoint import DIALECTS, Down, WrongAnswer, models_of
 
 PROMPT = np.array([7, 3, 5, 9], np.int32)
 # Of the tokens after each position but the last: id → log-prob. The one that follows is in the top 3, last of it, not in it.
@@ -50,7 +49,7 @@ ANSWERS: dict[str, Callable[[], dict[str, Any]]] = {"vllm": vllm, "sglang": sgla
 
 def read(api: str, answer: Any, *, prompt: np.ndarray = PROMPT, model: str = "m", k: int = K) -> Scores:
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    return DIALECTS[api]().scores(body, model, prompt, k)
+    return DIALECTS[api].scores(body, model, prompt, k)
 
 
 @pytest.mark.parametrize("api", ANSWERS)
@@ -140,7 +139,7 @@ def test_the_answer_of_another_model_is_refused(api: str) -> None:
 def test_half_an_answer_is_damaged_wherever_it_ends(api: str) -> None:
     body = json.dumps(ANSWERS[api]()).encode()
     for end in range(0, len(body), 7):
-        with pytest.raises(Damaged):
+        with pytest.raises(Down):
             read(api, body[:end])
 
 
@@ -159,7 +158,7 @@ def test_a_server_without_echoed_ids_is_refused() -> None:
 
 @pytest.mark.parametrize("api", ANSWERS)
 def test_a_request_asks_for_plain_log_probs(api: str) -> None:
-    asked = json.loads(DIALECTS[api]().request("m", PROMPT.tolist(), K))
+    asked = json.loads(DIALECTS[api].request("m", PROMPT.tolist(), K))
     sampling = asked.get("sampling_params", asked)
     assert (sampling["temperature"], sampling["top_p"], sampling["presence_penalty"]) == (0, 1.0, 0.0)
     assert (asked.get("prompt") or asked["input_ids"]) == PROMPT.tolist()

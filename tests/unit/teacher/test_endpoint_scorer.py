@@ -19,9 +19,7 @@ import pytest
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
 from distill_rl.teacher.base import Scores, token_of
-from distill_rl.teacher.endpoint import EndpointScorer
-from distill_rl.teacher.endpoint_client import Client, Down, Refused
-from distill_rl.teacher.endpoint_dialects import WrongAnswer
+from distill_rl.teacher.endpoint import Client, Down, EndpointScorer, Refused, WrongAnswer
 from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, Tables, endless
 
 VOCABULARY, K = 320, 12
@@ -129,7 +127,7 @@ def outcome(action: Callable[[], object]) -> BaseException | None:
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_an_answer_without_an_end_is_given_up(kind):
     with endless(*ENDLESS[kind]) as url:
-        client = Client("big", [url], timeout_s=1.0)
+        client = Client(TeacherConfig(name="big", url=[url], request_timeout_s=1.0))
         error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
         assert isinstance(error, Down)
         assert "no complete answer within 1 s (teachers[].request_timeout_s)" in str(error)
@@ -260,9 +258,7 @@ class TestToken:
         assert "s3cret-9" not in repr(asking("http://127.0.0.1:9", token="s3cret-9").client)
 
     def test_a_server_that_repeats_it_is_redacted(self, asking, prompts):
-        from distill_rl.teacher.endpoint_client import Client
-
-        client = Client("big", ["http://127.0.0.1:9"], token="s3cret-9")
+        client = Client(TeacherConfig(name="big", url=["http://127.0.0.1:9"]), "s3cret-9")
         assert client._clean("you sent Bearer s3cret-9") == "you sent Bearer <redacted>"
 
     def test_it_comes_from_the_named_variable(self, monkeypatch):
@@ -323,7 +319,8 @@ class TestTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         with endless(*ENDLESS[kind], tls=context) as url:
-            client = Client("big", [url], ca_file=str(certificate[0]), timeout_s=1.0)
+            teacher = TeacherConfig(name="big", url=[url], ca_file=str(certificate[0]), request_timeout_s=1.0)
+            client = Client(teacher)
             error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
             assert isinstance(error, Down)
             assert "no complete answer within 1 s" in str(error)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.facts import LoraFacts, ModelFacts
+from distill_rl.config.facts import AdapterFacts, ModelFacts
 from distill_rl.config.memory import student_memory, teacher_memory
 from distill_rl.config.rules.models import quantization_problems
 from distill_rl.config.save import decisive
@@ -71,7 +71,7 @@ def test_the_estimate_counts_the_bits_of_the_layers_alone() -> None:
 
 def test_the_estimate_of_a_student_with_adapters_beside_four_bits() -> None:
     """Layers take 4 bits on every data-parallel rank; embeddings and output layer are sharded in the compute dtype."""
-    facts = replace(FACTS, lora=LoraFacts(28, 50_000, FACTS.parameters))
+    facts = replace(FACTS, adapters=AdapterFacts(28, 50_000, FACTS.parameters))
     tables, layers = 2 * 1000 * 256, 1_500_000 - 2 * 1000 * 256
     for dp in (1, 2):
         config = Config(student=StudentConfig(lora=LoraConfig(), quantization="int4", parallel=ParallelConfig(dp=dp)))
@@ -82,7 +82,9 @@ def test_the_estimate_of_a_student_with_adapters_beside_four_bits() -> None:
 
 def test_autograd_keeps_a_quantised_mixtures_experts() -> None:
     """Those of all layers, or of the one that is recomputed."""
-    facts = replace(FACTS, lora=LoraFacts(16, 50_000, FACTS.parameters), expert_parameters=800_000, experts_per_token=2)
+    facts = replace(
+        FACTS, adapters=AdapterFacts(16, 50_000, FACTS.parameters), expert_parameters=800_000, experts_per_token=2
+    )
     config = Config(student=StudentConfig(lora=LoraConfig(), quantization="int8"))
     assert student_memory(config, facts, on_gpu=True).scratch == 2 * 256 * 512 + 2 * 800_000
     config.student.activation_checkpointing = True

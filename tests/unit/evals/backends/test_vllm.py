@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.vllm import VllmBackend, _decode_alike, _shape_of
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.files import read_tokenizer
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 

@@ -8,8 +8,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.files import hub
-from distill_rl.models.files.hub import (
+from distill_rl.models import files
+from distill_rl.models.files import (
     HubUnreachable,
     configured_stops,
     read_config,
@@ -153,7 +153,7 @@ def test_pickles_are_not_fetched_from_the_hub() -> None:
     from fnmatch import fnmatch
 
     for name in ("pytorch_model.bin", "model.pt", "training_args.pth", "modeling_own.py"):
-        assert not any(fnmatch(name, pattern) for pattern in hub._WEIGHTS), name
+        assert not any(fnmatch(name, pattern) for pattern in files._WEIGHTS), name
 
 
 def test_tokenizer_file_means_the_same_for_every_family(tmp_path: Path) -> None:

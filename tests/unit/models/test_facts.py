@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill_rl.models.files import facts
-from distill_rl.models.files.facts import folder_problems, locate, looks_like_hub_name, read_model_facts
-from distill_rl.models.files.headers import weight_files
+from distill_rl.errors import ConfigError
+from distill_rl.models import files
+from distill_rl.models.files import folder_problems, locate, looks_like_hub_name, read_model_facts, weight_files
 from distill_rl.scaling.shape import Shape
 from tests.helpers.models import FAMILIES, write_tiny_model
 
@@ -178,18 +178,21 @@ def test_paths_and_hub_names_are_distinguished(tmp_path, monkeypatch):
     assert not any(map(looks_like_hub_name, ("gpt2", "/a/b", "./a/b", "~/a", "a/b/c", "../b", "")))
     (tmp_path / "models").mkdir()
     assert not looks_like_hub_name("models/llama")
-    assert "no such folder" in locate("student.model", "models/llama").problem
-    assert "no such folder; got absent" in locate("student.model", "absent").problem
     (tmp_path / "file").touch()
-    assert "not a file" in locate("student.model", "file").problem
-    assert str(locate("student.model", "models").folder) == "models"
+    for name, found in {
+        "models/llama": "no such folder",
+        "absent": "no such folder; got absent",
+        "file": "not a file",
+    }.items():
+        with pytest.raises(ConfigError, match=found):
+            locate("student.model", name)
+    assert str(locate("student.model", "models")) == "models"
 
 
 def test_hub_name_is_unreachable_offline_not_wrong():
     code = (
-        "from distill_rl.models.files.facts import locate, find_data_set; "
-        "where = locate('student.model', 'some-org/some-model'); "
-        "assert where.folder is None and not where.problem, where; print(where.unreachable); "
+        "from distill_rl.models.files import HubUnreachable, locate, find_data_set\n"
+        "try:\n    locate('student.model', 'some-org/some-model')\nexcept HubUnreachable as error:\n    print(error)\n"
         "problem, reason = find_data_set('data.path', 'some-org/some-data'); assert not problem; print(reason)"
     )
     done = subprocess.run(
@@ -207,11 +210,11 @@ def test_hub_name_is_unreachable_offline_not_wrong():
 def test_silent_hub_times_out(monkeypatch):
     """A server that accepts connections and never answers. The module's deadline ends the wait, not the client's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(facts, "HUB_TIMEOUT_S", 0.2)
-        answer = facts.in_time(lambda: socket.create_connection(server.getsockname()).recv(1))
+        monkeypatch.setattr(files, "HUB_TIMEOUT_S", 0.2)
+        answer = files.in_time(lambda: socket.create_connection(server.getsockname()).recv(1))
     assert answer is None
 
 
 def test_timely_answer_or_error_is_returned():
-    assert facts.in_time(lambda: 7) == 7
-    assert isinstance(facts.in_time(lambda: 1 / 0), ZeroDivisionError)
+    assert files.in_time(lambda: 7) == 7
+    assert isinstance(files.in_time(lambda: 1 / 0), ZeroDivisionError)

@@ -14,10 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.hf import _load_model
 from distill_rl.models import forward
+from distill_rl.models.classes import examine
 from distill_rl.models.export import export_model
-from distill_rl.models.files.facts import examine, read_model_facts
-from distill_rl.models.files.headers import read_headers
-from distill_rl.models.files.hub import architecture_problems, configured_stops, read_config, read_tokenizer
+from distill_rl.models.files import (
+    architecture_problems,
+    configured_stops,
+    read_config,
+    read_headers,
+    read_model_facts,
+    read_tokenizer,
+)
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.towers import FAMILIES, write_tower_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import StudentConfig
-from distill_rl.models.files.hub import licence, licence_in, licence_of
+from distill_rl.models.files import licence, licence_in, licence_of
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill_rl.config.facts import LoraFacts
-from distill_rl.config.schema import LoraConfig
+from distill_rl.config.facts import AdapterFacts
+from distill_rl.config.schema import LoraConfig, StudentConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.headers import read_headers
-from distill_rl.models.files.hub import read_config
-from distill_rl.models.lora import Outline, choose_layers, sizes, survey
-from distill_rl.models.skeleton import skeleton
+from distill_rl.models.adapters import Outline, choose_layers, sizes
+from distill_rl.models.classes import survey
+from distill_rl.models.files import read_config, read_headers
+from distill_rl.models.weights import skeleton
 from tests.helpers.models import write_tiny_model
 from tests.helpers.zoo import write_family
 
@@ -64,12 +64,12 @@ def test_a_router_that_returns_more_than_a_product_is_no_linear_layer(tmp_path: 
 
 
 def test_a_rank_above_the_width_of_every_layer_is_refused(folder):
-    found = survey(folder, LoraConfig(rank=17))
+    found = survey(folder, StudentConfig(lora=LoraConfig(rank=17)))
     assert found.narrow == 4, "keys and values of two layers have 16 features"
     assert str(found).endswith("adapters of 14 layers, 4 of them with fewer features than the rank")
-    assert survey(folder, LoraConfig(rank=32)).layers == 14
+    assert survey(folder, StudentConfig(lora=LoraConfig(rank=32))).layers == 14
     with pytest.raises(ConfigError) as caught:
-        survey(folder, LoraConfig(rank=33))
+        survey(folder, StudentConfig(lora=LoraConfig(rank=33)))
     assert str(caught.value) == (
         "student.lora.rank: must not exceed the 32 features of the widest layer with an adapter; got 33; "
         "use 32 or less, or train without student.lora"
@@ -126,8 +126,8 @@ def test_numbers_of_parameters_are_those_of_the_shapes(folder):
     attention = (32 + 32) + 2 * (32 + 16) + (32 + 32)
     adapters = 2 * 8 * (attention + 3 * (32 + 64))
     total = sum(parameter.numel() for parameter in model(folder).parameters())
-    assert survey(folder, LoraConfig(rank=8)) == LoraFacts(14, adapters, total)
+    assert survey(folder, StudentConfig(lora=LoraConfig(rank=8))) == AdapterFacts(14, adapters, total)
     table = 320 * 32
-    assert sizes(outline(folder), LoraConfig(rank=8, modules_to_save=["lm_head"])) == LoraFacts(
+    assert sizes(outline(folder), LoraConfig(rank=8, modules_to_save=["lm_head"])) == AdapterFacts(
         14, adapters + table, total - table
     )

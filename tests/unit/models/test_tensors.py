@@ -7,8 +7,8 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from distill_rl.models.files.facts import examine
-from distill_rl.models.files.headers import plainly_whole, read_headers
+from distill_rl.models.classes import examine
+from distill_rl.models.files import plainly_whole, read_headers
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")

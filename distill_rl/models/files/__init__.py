@@ -1,1 +1,0 @@
-"""What the files of a model say about it, without loading weights."""
