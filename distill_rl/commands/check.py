@@ -72,7 +72,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     if facts.student is not None:
         lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):
-        if known.model is not None and teacher.backend != "vllm":
+        if known.model is not None and not teacher.origin.engine:
             size = _bytes(teacher_logits(config, teacher, known.model, on_gpu=on_gpu))
             lines.append(f"logits     {teacher.name}: at most {size} at once")
         loss = known.cross_tokenizer_loss
@@ -92,9 +92,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         total, parts = _sum(worker.peak)
         lines.append(f"memory     {worker.worker}: about {total} in each of {worker.count} ({parts})")
     for teacher in config.running_teachers:
-        if teacher.backend == "vllm":
-            takes = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
-            lines.append(f"memory     {teacher.name}: not estimated; vLLM takes {takes}")
+        if teacher.origin.engine:
+            lines.append(f"memory     {teacher.name}: not estimated; {teacher.origin.takes(on_gpu=on_gpu)}")
     if derived.checkpoint_bytes is not None:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"

@@ -269,7 +269,7 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     """(nodes, GPUs of each) that the run needs; (1, 0) for nodes without GPUs.
 
     Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own. An evaluator shares
-    them, too, except with tensor parallelism in vLLM.
+    them, too, except with tensor parallelism in an engine.
     """
     if gpus_per_node < 1:
         return 1, 0

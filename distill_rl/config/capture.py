@@ -55,7 +55,7 @@ def _student(config: Config, problems: list[str]) -> StudentConfig:
         return config.student
     problems[:] = [line for line in problems if not line.startswith("student.model:")]
     teacher = config.teachers[0]
-    if teacher.backend == "endpoint":
+    if teacher.origin.is_served:
         rule = "a server's model is not here, and rows are made for a student"
         problems.append(problem("student.model", rule, "missing value", "name the student"))
         return config.student
@@ -82,7 +82,7 @@ def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
 
 def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, *, compact: bool) -> TeacherConfig:
     """A teacher that stores its targets in a folder."""
-    if teacher.backend == "store":
+    if teacher.origin.is_store:
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
     if compact and teacher.export != "topk":

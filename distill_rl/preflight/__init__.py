@@ -101,7 +101,7 @@ def gather(
     if not any(text.startswith("run.name: ") for text in later):
         later += run_directory.problems(run.config, clean=clean)
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
-    return replace(inspected, problems=list(dict.fromkeys(lines)))
+    return replace(inspected, problems=list(dict.fromkeys(lines)), notes=(*invalid.notes, *inspected.notes))
 
 
 def inspect(

@@ -13,7 +13,6 @@ from unicodedata import is_normalized
 
 from distill_rl.config.derive import sizes, total_steps
 from distill_rl.config.facts import Facts
-from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
 from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, Extent, StoredTargets, ref_and_tokens, splitter_of
@@ -61,16 +60,20 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
         yield problem(f"{key}.export", f"the store holds {manifest.kind}", settings.export, remedy)
     if manifest.kind == "topk" and config.loss.top_k > manifest.entries:
         remedy = f"use {manifest.entries} or less, or capture again"
-        yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store}",
+        yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store.path}",
                       config.loss.top_k, remedy)  # fmt: skip
     if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
         remedy = f"set loss.draws={manifest.entries}, or capture again"
-        yield problem("loss.draws", f"must be that of {settings.store}, {manifest.entries}", config.loss.draws, remedy)
+        yield problem(
+            "loss.draws", f"must be that of {settings.store.path}, {manifest.entries}", config.loss.draws, remedy
+        )
     if config.loss.temperature != manifest.temperature:
-        rule = f"must be that of {settings.store}, {manifest.temperature:g}: log-probs cannot be taken to another one"
+        rule = (
+            f"must be that of {settings.store.path}, {manifest.temperature:g}: log-probs cannot be taken to another one"
+        )
         remedy = f"set loss.temperature={manifest.temperature:g}, or capture again"
         yield problem("loss.temperature", rule, config.loss.temperature, remedy)
-    if settings.model != teacher_folder(settings.store or ""):
+    if settings.model != settings.store.teacher_folder:
         yield from _model_problems(key, settings, manifest)
 
 
@@ -84,7 +87,7 @@ def _model_problems(key: str, settings: TeacherConfig, manifest: Manifest) -> It
         folder = found_in_cache
     found = findings.attempt(key, lambda: teacher_identity(settings, folder))
     if found is not None and found != manifest.weights:
-        rule = f"must be the model of {settings.store} ({manifest.model}, weights {short(manifest.weights)})"
+        rule = f"must be the model of {settings.store.path} ({manifest.model}, weights {short(manifest.weights)})"
         remedy = "leave it out, name the same revision and quantization, or capture again"
         yield problem(f"{key}.model", rule, f"{settings.model}, weights {short(found)}", remedy)
 
@@ -213,17 +216,19 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
             continue
         opened = run.teachers[i]
         settings = opened.settings
-        if settings.missing == "fail":
-            remedy = f"capture them, or set {opened.key}.missing to skip or live"
-            rule = f"{settings.store} must have all documents of the run"
+        if settings.store.missing == "fail":
+            remedy = f"capture them, or set {opened.key}.store.missing to skip or live"
+            rule = f"{settings.store.path} must have all documents of the run"
             findings.problems.append(
-                problem(f"{opened.key}.missing", rule, f"{settings.missing}, and it lacks {missing}", remedy)
+                problem(
+                    f"{opened.key}.store.missing", rule, f"{settings.store.missing}, and it lacks {missing}", remedy
+                )
             )
-        elif settings.missing == "skip" and missing.count == missing.checked:
-            rule = f"{settings.store} has none of the documents of the run"
+        elif settings.store.missing == "skip" and missing.count == missing.checked:
+            rule = f"{settings.store.path} has none of the documents of the run"
             findings.problems.append(problem(f"{opened.key}.store", rule, None, "is it the store of other data?"))
         else:
-            does = "are skipped" if settings.missing == "skip" else "are computed by the teacher"
+            does = "are skipped" if settings.store.missing == "skip" else "are computed by the teacher"
             findings.notes.append(f"{opened.key}: the store lacks {missing}; they {does}")
 
 

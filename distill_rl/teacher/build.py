@@ -103,7 +103,7 @@ def build_teacher(
 
     Args:
         gpu_share, threads: as of `VllmScorer`.
-        token: of the teacher's server; None: that of the environment, if `teachers[].token_env` is set.
+        token: of the teacher's server; None: that of the environment, if `teachers[].endpoint.token_env` is set.
 
     Raises:
         ConfigError: as for `TeacherEngine` or `VllmScorer`, or a server's address cannot be used.
@@ -119,11 +119,11 @@ def build_teacher(
         from distill_rl.teacher.vllm import VllmScorer
 
         live = scored(VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads))
-    elif teacher.backend == "endpoint":
+    elif teacher.origin.is_served:
         from distill_rl.teacher.endpoint import EndpointScorer
 
         live = scored(EndpointScorer(teacher, token_of(teacher) if token is None else token))
-    elif not teacher.only_reads:
+    elif not teacher.origin.only_reads:
         live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     backend = _with_store(config, teacher, world, live)
     return RoutedTeacher(backend) if teacher.is_chosen_by_row else backend
@@ -137,6 +137,6 @@ def _with_store(config: Config, teacher: TeacherConfig, world: World, live: Teac
         return live
     store = Store(Path(folder))
     writer = None
-    if teacher.backend != "store" and world.reports:
+    if not teacher.origin.is_store and world.reports:
         writer = StoreWriter(store, write_every_s=config.capture.write_every_s)
     return StoredTeacher(config, teacher, world, store, live, writer)

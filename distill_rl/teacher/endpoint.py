@@ -37,16 +37,17 @@ class EndpointScorer:
     """
 
     def __init__(self, teacher: TeacherConfig, token: str | None):
-        assert teacher.api is not None
-        self._teacher, self._dialect = teacher, DIALECTS[teacher.api]()
+        endpoint = teacher.endpoint
+        assert endpoint.api is not None
+        self._teacher, self._dialect = teacher, DIALECTS[endpoint.api]()
         self.client = Client(
             teacher.name,
-            [url.rstrip("/") for url in teacher.url],
+            [url.rstrip("/") for url in endpoint.url],
             token=token,
-            ca_file=teacher.ca_file,
-            concurrency=teacher.concurrency,
-            timeout_s=teacher.request_timeout_s,
-            retry_s=teacher.retry_s,
+            ca_file=endpoint.ca_file,
+            concurrency=endpoint.concurrency,
+            timeout_s=endpoint.request_timeout_s,
+            retry_s=endpoint.retry_s,
             verify=self.card,
         )
         self._tasks: queue.SimpleQueue[_PromptTask | None] = queue.SimpleQueue()
@@ -56,7 +57,7 @@ class EndpointScorer:
         """As of `PromptScorer`; answers come in the order in which the servers give them.
 
         Raises:
-            WorkerError: no server answers within `teachers[].retry_s`, one refuses, or an answer is wrong.
+            WorkerError: no server answers within `teachers[].endpoint.retry_s`, one refuses, or an answer is wrong.
             NumericsError: an answer has log-probs that are none.
         """
         self._start(len(prompts))
@@ -121,7 +122,7 @@ class EndpointScorer:
 
     def _start(self, wanted: int) -> None:
         """Starts threads for so many prompts, up to the requests that may be in flight."""
-        most = min(wanted, self._teacher.concurrency * len(self._teacher.url))
+        most = min(wanted, self._teacher.endpoint.concurrency * len(self._teacher.endpoint.url))
         while len(self._threads) < most:
             name = f"endpoint-{self._teacher.name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -228,12 +229,12 @@ def probe(
         length: most tokens of a prompt of the run.
     """
     limited = replace(
-        teacher,
-        request_timeout_s=min(teacher.request_timeout_s, _REQUEST_S),
-        retry_s=min(teacher.retry_s, _RETRY_S),
+        teacher.endpoint,
+        request_timeout_s=min(teacher.endpoint.request_timeout_s, _REQUEST_S),
+        retry_s=min(teacher.endpoint.retry_s, _RETRY_S),
     )
     probed = Probed()
-    scorer = EndpointScorer(limited, token)
+    scorer = EndpointScorer(replace(teacher, endpoint=limited), token)
     try:
         for server in scorer.client.servers:
             card = _attempt(key, server, probed, lambda server=server: _repeated(lambda: scorer.card(server)))  # type: ignore[misc]
@@ -261,9 +262,9 @@ def _attempt(key: str, server: Server, probed: Probed, ask):  # type: ignore[no-
         return ask()
     except Down as error:
         remedy = "start the server, or correct the address"
-        probed.problems.append(problem(f"{key}.url", f"{server.shown} must answer", str(error), remedy))
+        probed.problems.append(problem(f"{key}.endpoint.url", f"{server.shown} must answer", str(error), remedy))
     except Refused as error:
-        what = {401: "token_env", 403: "token_env", 404: "model"}.get(error.status, "url")
+        what = {401: "endpoint.token_env", 403: "endpoint.token_env", 404: "model"}.get(error.status, "endpoint.url")
         rule = f"{server.shown} answers with status {error.status}"
         probed.problems.append(problem(f"{key}.{what}", rule, error.text, error.remedy))
     except DistillError as error:
@@ -290,7 +291,7 @@ def _server_problems(
     if card.max_model_len is not None and card.max_model_len < length + 1:
         rule = f"{server.shown} takes {card.max_model_len:,} tokens, one of which it generates; rows have {length:,}"
         remedy = "lower data.max_length (or teachers[].max_length), or start the server with a longer context"
-        yield problem(f"{key}.url", rule, None, remedy)
+        yield problem(f"{key}.endpoint.url", rule, None, remedy)
         ids = ids[: max(2, card.max_model_len - 1)]
     try:
         plain = _repeated(lambda: scorer.ask(server, ids, k))
@@ -301,22 +302,24 @@ def _server_problems(
         yield _refusal(key, server, error, k)
         return
     except Down as error:
-        yield problem(f"{key}.url", f"{server.shown} must score prompts", str(error), "see the server's log")
+        yield problem(f"{key}.endpoint.url", f"{server.shown} must score prompts", str(error), "see the server's log")
         return
     except NumericsError as error:
-        yield problem(f"{key}.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        yield problem(f"{key}.endpoint.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     except DistillError as error:
-        yield problem(f"{key}.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        yield problem(f"{key}.endpoint.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     change = float(np.abs(plain.next_logprobs - changed.next_logprobs).mean())
     if not change <= _CHANGED:
         rule = f"{server.shown} must give the model's own log-probs; with other sampling parameters they change"
-        yield problem(f"{key}.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts")
+        yield problem(
+            f"{key}.endpoint.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts"
+        )
     mass = np.exp(plain.logprobs.astype(np.float64)).sum(1)
     if (mass > 1 + MASS_TOLERANCE).any():
         rule = f"{server.shown}: the probabilities of the top k must not exceed 1 together"
-        yield problem(f"{key}.url", rule, f"{mass.max():.4f}", "the server may give logits")
+        yield problem(f"{key}.endpoint.url", rule, f"{mass.max():.4f}", "the server may give logits")
 
 
 def _refusal(key: str, server: Server, error: Refused, k: int) -> str:
@@ -328,7 +331,7 @@ def _refusal(key: str, server: Server, error: Refused, k: int) -> str:
     if "vocab" in text:
         remedy = "name the tokenizer of the served model"
         return problem(f"{key}.tokenizer", f"{server.shown} does not know its ids: {error.text}", None, remedy)
-    what = "token_env" if error.status in (401, 403) else "url"
+    what = "endpoint.token_env" if error.status in (401, 403) else "endpoint.url"
     return problem(f"{key}.{what}", f"{server.shown} answers with status {error.status}", error.text, error.remedy)
 
 

@@ -319,7 +319,7 @@ class Client:
 
     def _no_answer(self, last: str) -> WorkerError:
         """What ends a request that no server answers."""
-        rule = f"a server must answer within teachers[].retry_s={self.retry_s:g}"
+        rule = f"a server must answer within teachers[].endpoint.retry_s={self.retry_s:g}"
         return WorkerError(f"teacher {self.name}", rule, self._clean(last), "see the server's log")
 
     def exchange(self, server: Server, method: str, path: str, body: bytes | None = None, *, limit: int) -> Reply:
@@ -360,7 +360,7 @@ class Client:
         if 300 <= response.status < 400:
             text, remedy = "a redirect, which is not followed", "name the address that it leads to"
         elif response.status in (401, 403):
-            remedy = "name the variable with its token in teachers[].token_env"
+            remedy = "name the variable with its token in teachers[].endpoint.token_env"
         elif response.status == 404:
             remedy = "see teachers[].model, url and api"
         refused = Refused(
@@ -377,14 +377,14 @@ class Client:
             size += len(part)
             if size > limit:
                 rule = f"an answer may have {limit:,} bytes"
-                raise WorkerError(f"teacher {self.name}, {server.shown}", rule, "more", "see teachers[].api")
+                raise WorkerError(f"teacher {self.name}, {server.shown}", rule, "more", "see teachers[].endpoint.api")
         return b"".join(parts)
 
     def _reason(self, error: HTTPError) -> str:
         """A failure in words, without the repr of connections."""
         inner: BaseException = getattr(error, "reason", None) or error
         if isinstance(inner, ReadTimeoutError):
-            return f"no complete answer within {self.timeout_s:g} s (teachers[].request_timeout_s)"
+            return f"no complete answer within {self.timeout_s:g} s (teachers[].endpoint.request_timeout_s)"
         text = first_line(inner) if isinstance(inner, BaseException) else str(inner)
         return self._clean(text.split("): ")[-1] if "object at 0x" in text else text)
 

@@ -127,7 +127,9 @@ def require_model(expected: str, found: str) -> None:
 
 def _other_tokens(position: int) -> WrongAnswer:
     rule = "must score the tokens that it was sent"
-    return WrongAnswer("the server", rule, f"another one at position {position}", "see teachers[].api and tokenizer")
+    return WrongAnswer(
+        "the server", rule, f"another one at position {position}", "see teachers[].endpoint.api and tokenizer"
+    )
 
 
 def _require_logprobs(values: np.ndarray) -> None:
@@ -303,7 +305,7 @@ class OpenAi:
 
 
 DIALECTS: dict[str, type[Vllm] | type[Sglang] | type[OpenAi]] = {"vllm": Vllm, "sglang": Sglang, "openai": OpenAi}
-"""By `teachers[].api`."""
+"""By `teachers[].endpoint.api`."""
 
 
 class ModelCard(msgspec.Struct):
@@ -327,7 +329,9 @@ def models_of(body: bytes) -> list[ModelCard]:
     try:
         return msgspec.json.decode(body, type=_Models).data
     except msgspec.MsgspecError as error:
-        raise WrongAnswer("/v1/models", "must list the server's models", str(error), "see teachers[].url") from None
+        raise WrongAnswer(
+            "/v1/models", "must list the server's models", str(error), "see teachers[].endpoint.url"
+        ) from None
 
 
 def _decoded(decoder: Any, body: bytes) -> Any:
@@ -338,7 +342,7 @@ def _decoded(decoder: Any, body: bytes) -> Any:
         text = str(error)
         if "logprob" in text and "got `null`" in text and "Expected `float`" in text:
             raise _not_a_number("null") from None
-        remedy = "see teachers[].api; an older server may lack what is needed"
+        remedy = "see teachers[].endpoint.api; an older server may lack what is needed"
         raise WrongAnswer("the server", "answers in another form", text, remedy) from None
     except msgspec.MsgspecError as error:
         if found := _NO_NUMBER.search(body):

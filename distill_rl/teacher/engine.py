@@ -291,7 +291,7 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if teacher.backend == "vllm" or not teacher.runs_model:
+        if teacher.origin.engine or not teacher.origin.runs_model:
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher

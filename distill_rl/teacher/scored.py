@@ -1,4 +1,4 @@
-"""A teacher behind a program that scores prompts, such as vLLM: token ids in, log-probabilities of each next token out.
+"""A teacher behind a program that scores prompts: token ids in, log-probabilities of each next token out.
 
 Rows → documents → prompts → top-k targets at the places of the documents:
 

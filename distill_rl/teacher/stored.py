@@ -256,7 +256,7 @@ class StoredTeacher:
             self.writer.flush()
         found = self.store.find(part.piece, part.tokens)
         if found is None:
-            remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
+            remedy = "see `distill-rl check`; set teachers[].store.missing to skip or live, or capture it"
             raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
         return found
 

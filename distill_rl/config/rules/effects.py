@@ -6,7 +6,7 @@ default. Settings that contradict each other are refused instead (`validate.prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,9 @@ from pathlib import Path
 from distill_rl.config.derive import has_validation
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, EvaluateConfig
+from distill_rl.config.schema.backends import SECTIONS
+from distill_rl.config.schema.fields import NoEffect
 from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
 
 
@@ -59,17 +61,6 @@ class Run:
     def validates(self) -> bool:
         """Whether there are validation data."""
         return has_validation(self.config)
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Settings that have no effect under a condition."""
-
-    settings: tuple[str, ...]
-    """Dotted keys; `teachers[].x` is a setting of each teacher."""
-    when: Callable[[Run], bool]
-    reason: str
-    """What the condition means, as the end of the sentence."""
 
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
@@ -159,33 +150,11 @@ TABLE: tuple[NoEffect, ...] = (
         lambda run: run.exports == {"hidden"},
         "hidden states are sent in the teacher's dtype",
     ),
-    NoEffect(
-        ("teachers[].missing",),
-        lambda run: all(teacher.backend != "store" for teacher in run.config.teachers),
-        "no teacher is read from a store",
-    ),
-    NoEffect(
-        ("teachers[].wire_dtype", "teachers[].tokenizer"),
-        lambda run: bool(run.config.teachers) and all(teacher.only_reads for teacher in run.config.teachers),
-        "all targets are read from stores, as they were captured",
-    ),
+    *(entry for section in SECTIONS.values() for entry in section.NO_EFFECT),
     NoEffect(
         ("teachers[].dtype", "teachers[].attention", "teachers[].revision"),
-        lambda run: bool(run.config.teachers) and not any(teacher.runs_model for teacher in run.config.teachers),
+        lambda run: bool(run.config.teachers) and not any(teacher.origin.runs_model for teacher in run.config.teachers),
         "the run loads no teacher's model: targets are read from stores, or come from a server",
-    ),
-    NoEffect(
-        ("teachers[].attention",),
-        lambda run: (
-            any(teacher.backend == "vllm" for teacher in run.config.teachers)
-            and all(teacher.backend == "vllm" or not teacher.runs_model for teacher in run.config.teachers)
-        ),
-        "vLLM chooses its attention itself",
-    ),
-    NoEffect(
-        ("teachers[].concurrency", "teachers[].request_timeout_s", "teachers[].retry_s"),
-        lambda run: all(teacher.backend != "endpoint" for teacher in run.config.teachers),
-        "no teacher is behind a server (teachers[].backend: endpoint)",
     ),
     NoEffect(
         ("capture.mass",),
@@ -293,9 +262,7 @@ TABLE: tuple[NoEffect, ...] = (
         lambda run: not (suites_every(run.config) or run.config.evaluate.at_start or run.config.evaluate.teachers),
         "the suites run at the end of the run only (evaluate.every, evaluate.suites_every)",
     ),
-    NoEffect(
-        ("evaluate.batch_size",), lambda run: run.config.evaluate.backend == "vllm", "vLLM forms its batches itself"
-    ),
+    *EvaluateConfig.NO_EFFECT,
     NoEffect(
         ("checkpoint.keep_best", "checkpoint.best_by"),
         lambda run: run.config.checkpoint.every == 0,

@@ -1,176 +1,43 @@
 """The rules of student and teachers by feature, as far as they can be checked without opening a file or asking a server.
 
-Teachers in vLLM, behind a server, from a store, chosen by row; quantised weights, adapters, long rows.
+Backends of teachers, whose own rules stand beside their settings; teachers chosen by row; quantised weights, adapters, long rows.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
-from distill_rl.config.paths import teacher_folder
 from distill_rl.config.quantization import AS_STORED
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config
+from distill_rl.config.schema.backends import SECTIONS, STORED
 from distill_rl.errors import problem
-from distill_rl.system.redact import in_text
 
 
-def engine_problems(config: Config) -> Iterator[str]:
-    """Yields problems of teachers with backend vllm, and of its settings elsewhere, one line each."""
+def backend_problems(config: Config) -> Iterator[str]:
+    """Yields problems of the teachers' backends and of their settings elsewhere, one line each."""
     for i, teacher in enumerate(config.teachers):
         key = f"teachers.{i}"
-        if teacher.backend == "vllm" and teacher.export != "topk":
-            rule = "must be topk with backend vllm, which gives the most likely tokens of a position only"
-            yield problem(f"{key}.export", rule, teacher.export, f"set {key}.export=topk, or {key}.backend=hf")
-        if teacher.backend != "vllm" and teacher.gpu_share is not None:
-            rule = "is a setting of backend vllm, which takes its share of a GPU at the start"
-            yield problem(f"{key}.gpu_share", rule, teacher.gpu_share, "leave it out")
-    engines = [teacher.name for teacher in config.running_teachers if teacher.backend == "vllm"]
-    if engines and config.loss.temperature != 1:
-        rule = f"must be 1: vLLM gives the log-probs of teacher {engines[0]} at temperature 1, and those of a top k "
-        rule += "do not say what they are at another one"
-        yield problem("loss.temperature", rule, config.loss.temperature, "set it to 1, or the backend to hf")
-    if engines and config.transport == "cuda_ipc":
-        rule = f"cuda_ipc shares GPU memory, and the targets of teacher {engines[0]} (backend vllm) are in host memory"
-        yield problem("transport", rule, None, "set transport=auto")
-
-
-# Teachers that a server runs.
-
-TOKEN_NAMES = re.compile(r"DISTILL_RL_(\w+_)?TOKEN")
-"""Variables that `teachers[].token_env` may name. A configuration of someone else must not be able to send any other
-secret of the environment, such as a cloud key, to a server of its choice."""
-_ONLY_FOR = ("url", "api", "token_env", "ca_file")
-"""Settings that only an endpoint has. The others have defaults, and no effect elsewhere."""
-
-
-def endpoint_problems(config: Config) -> Iterator[str]:
-    """Yields problems of teachers with backend endpoint, and of such settings elsewhere, one line each."""
-    for i, teacher in enumerate(config.teachers):
-        key = f"teachers.{i}"
-        if teacher.backend == "endpoint":
-            yield from _endpoint_problems(config, key, teacher)
-            continue
-        for name in _ONLY_FOR:
-            if value := getattr(teacher, name):
-                value = ", ".join(map(in_text, value)) if isinstance(value, list) else in_text(value)
-                remedy = f"add {key}.backend=endpoint, or leave it out"
-                yield problem(f"{key}.{name}", "is a setting of backend endpoint only", value, remedy)
-    served = [teacher for teacher in config.running_teachers if teacher.backend == "endpoint"]
-    if served and config.loss.temperature != 1:
-        rule = f"must be 1: a server gives the log-probs of teacher {served[0].name} at temperature 1, and a top k cannot be taken to another one"
-        yield problem("loss.temperature", rule, config.loss.temperature, "set loss.temperature=1")
-
-
-def _endpoint_problems(config: Config, key: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yields the problems of one teacher that a server runs."""
-    if not teacher.url:
-        yield problem(f"{key}.url", "backend endpoint needs a server", "null", f"add {key}.url=http://HOST:PORT")
-    if teacher.api is None:
-        rule, remedy = "backend endpoint needs the server's interface", f"add {key}.api=vllm, sglang or openai"
-        yield problem(f"{key}.api", rule, "null", remedy)
-    if not (teacher.tokenizer or "").strip():
-        rule, remedy = "backend endpoint needs the tokenizer of the served model", f"add {key}.tokenizer=FOLDER"
-        yield problem(f"{key}.tokenizer", rule, "null", remedy)
-    for i, url in enumerate(teacher.url):
-        yield from _of_url(f"{key}.url.{i}" if len(teacher.url) > 1 else f"{key}.url", url)
-    for url, count in Counter(url.rstrip("/") for url in teacher.url).items():
-        if count > 1:
-            yield problem(f"{key}.url", "names a server twice", in_text(url), "name each server once")
-    if teacher.token_env is not None and not TOKEN_NAMES.fullmatch(teacher.token_env):
-        rule = "must be DISTILL_RL_TOKEN or DISTILL_RL_<NAME>_TOKEN, so that no other secret is ever sent"
-        yield problem(f"{key}.token_env", rule, teacher.token_env, "export the token under such a name")
-    if teacher.ca_file is not None and teacher.url and not any(url.startswith("https:") for url in teacher.url):
-        yield problem(f"{key}.ca_file", "is used with https only", teacher.ca_file, "leave it out, or use https")
-    if teacher.export != "topk":
-        rule = "a server gives the most likely tokens (topk)"
-        yield problem(f"{key}.export", rule, teacher.export, f"set {key}.export=topk, or run the teacher (backend=hf)")
-    if teacher.parallel.tp > 1:
-        rule = "no model is divided here; the server has it"
-        yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "leave it at 1; dp clients share the rows")
-    if teacher.retry_s >= config.ray.step_timeout_s:
-        rule = (
-            f"must be less than ray.step_timeout_s={config.ray.step_timeout_s:g}, which ends a step that waits longer"
-        )
-        yield problem(f"{key}.retry_s", rule, teacher.retry_s, "raise ray.step_timeout_s, or lower it")
-
-
-def _of_url(key: str, url: str) -> Iterator[str]:
-    """Yields at most one problem of an address."""
-    shown = in_text(url)
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        yield problem(key, f"must be an address such as http://host:8000 ({error})", shown)
-        return
-    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
-        yield problem(key, "must be an address such as http://host:8000", shown)
-    elif parts.username is not None or parts.password is not None:
-        yield problem(key, "must not hold a password", shown, "put a token in a variable and name it in token_env")
-    elif parts.query or parts.fragment:
-        yield problem(key, "must end with the host, the port or a path", shown, "leave out what begins with ? or #")
-    elif parts.path.rstrip("/").endswith("/v1"):
-        yield problem(
-            key, "is the address in front of /v1", shown, f"use {in_text(url.rstrip('/').removesuffix('/v1'))}"
-        )
-
-
-# Teachers whose targets are read or stored.
-
-STORED = ("topk", "sampled")
-"""Values of `teachers[].export` that a store can hold."""
-
-
-def store_problems(config: Config) -> Iterator[str]:
-    """Yields problems of stores and caches, one line each."""
-    for i, teacher in enumerate(config.teachers):
-        yield from _store_problems(f"teachers.{i}", teacher)
+        yield from teacher.origin.problems(key, teacher, config)
+        for section in (getattr(teacher, name) for name in SECTIONS):
+            if section is not teacher.origin:
+                yield from section.misplaced(key)
+        if teacher.targets_store is not None and teacher.export not in STORED:
+            rule = f"a store holds {' or '.join(STORED)}, and this teacher exports {teacher.export}"
+            name = "store" if teacher.origin.is_store else "cache"
+            remedy = f"set {key}.export=topk and a loss that works with it (docs/losses.md), or run the teacher without {name}"
+            yield problem(f"{key}.{name}", rule, teacher.targets_store, remedy)
+    first = {teacher.backend: teacher for teacher in reversed(config.running_teachers)}
+    for teacher in first.values():
+        yield from teacher.origin.of_run(teacher, config)
     folders = [teacher.targets_store for teacher in config.teachers if teacher.targets_store is not None]
     if len(set(folders)) < len(folders):
         rule = "every teacher needs a store of its own"
         yield problem("teachers", rule, ", ".join(folders), "name another folder for each of them")
-    if (
-        config.evaluate.teachers
-        and config.evaluate.suites
-        and not all(teacher.runs_model for teacher in config.teachers)
-    ):
+    evaluate = config.evaluate
+    if evaluate.teachers and evaluate.suites and not all(teacher.origin.runs_model for teacher in config.teachers):
         rule = "evaluates the teachers, and the run does not load the model of one: it is read from a store, or served"
         yield problem("evaluate.teachers", rule, "true", "leave it out")
-
-
-def _store_problems(key: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yields the problems of one teacher."""
-    if teacher.backend == "store" and teacher.store is None:
-        yield problem(f"{key}.store", "backend store needs the folder of a store", "null", f"add {key}.store=FOLDER")
-    if teacher.backend != "store" and teacher.store is not None:
-        remedy = f"add {key}.backend=store to read from it, or use {key}.cache to fill it"
-        yield problem(f"{key}.store", "is read with backend store only", teacher.store, remedy)
-    if teacher.backend == "store" and teacher.cache is not None:
-        yield problem(f"{key}.cache", "is filled by a teacher that computes", teacher.cache, "leave it out")
-    if teacher.targets_store is not None and teacher.export not in STORED:
-        rule = f"a store holds {' or '.join(STORED)}, and this teacher exports {teacher.export}"
-        name = "store" if teacher.backend == "store" else "cache"
-        remedy = (
-            f"set {key}.export=topk and a loss that works with it (docs/losses.md), or run the teacher without {name}"
-        )
-        yield problem(f"{key}.{name}", rule, teacher.targets_store, remedy)
-    if teacher.only_reads and teacher.parallel.tp > 1:
-        rule = "a store is read, and no model is divided"
-        yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "leave it at 1; dp readers share the rows")
-    if (
-        teacher.backend == "store"
-        and teacher.runs_model
-        and teacher.store
-        and teacher.model == teacher_folder(teacher.store)
-    ):
-        rule = "missing: live runs the teacher for what the store lacks"
-        yield problem(
-            f"{key}.model", rule, "missing value", f"add {key}.model=PATH, or set {key}.missing to skip or fail"
-        )
 
 
 # Teachers that are chosen by row.
@@ -209,12 +76,6 @@ def quantization_problems(config: Config) -> Iterator[str]:
         key, value = f"teachers.{i}", teacher.quantization
         if value is None:
             continue
-        if teacher.backend == "vllm":
-            rule = "is a setting of backend hf; vllm reads a quantised checkpoint as its config.json says"
-            yield problem(f"{key}.quantization", rule, value, f"leave it out, or set {key}.backend=hf")
-        if teacher.backend == "endpoint":
-            rule = "is a setting of backend hf; the server of an endpoint has loaded its model already"
-            yield problem(f"{key}.quantization", rule, value, "leave it out")
         if value == AS_STORED and teacher.parallel.tp > 1:
             rule = "must be 1 with quantization as_stored: weights that are stored quantised are not split over ranks"
             yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "set it to 1, or use the original weights")
@@ -265,7 +126,7 @@ def long_row_problems(config: Config) -> Iterator[str]:
     """
     student = config.student
     for i, teacher in enumerate(config.teachers):
-        if teacher.parallel.sp > 1 and (teacher.in_vllm or not teacher.runs_model):
+        if teacher.parallel.sp > 1 and (teacher.origin.engine or not teacher.origin.runs_model):
             rule = "divides the positions of a teacher with backend hf only"
             yield problem(f"teachers.{i}.parallel.sp", rule, teacher.parallel.sp, "leave it at 1")
     if student.parallel.sp > 1 and student.compile:

@@ -14,13 +14,11 @@ from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_s
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
 from distill_rl.config.rules.models import (
-    endpoint_problems,
-    engine_problems,
+    backend_problems,
     long_row_problems,
     lora_problems,
     quantization_problems,
     routing_problems,
-    store_problems,
 )
 from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.schema import Config
@@ -50,9 +48,7 @@ def problems(config: Config) -> list[str]:
         *_losses(config),
         *_teachers(config),
         *routing_problems(config),
-        *store_problems(config),
-        *engine_problems(config),
-        *endpoint_problems(config),
+        *backend_problems(config),
         *long_row_problems(config),
         *lora_problems(config),
         *quantization_problems(config),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
-from distill_rl.config.schema.fields import FRACTION, MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
+from distill_rl.config.schema.backends import Backend, EndpointConfig, StoreConfig, VllmConfig
+from distill_rl.config.schema.fields import FRACTION, MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -33,8 +34,6 @@ class LoraConfig:
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
 TeacherLoss = Literal["same", CrossTokenizerLoss]
-SHARED_ENGINE = 0.4
-"""Fraction of a GPU that a vLLM engine gets beside other ranks, unless `teachers[].gpu_share` says otherwise."""
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
@@ -83,10 +82,8 @@ class StudentConfig:
     quantization: Optional[Literal["int8", "int4", "fp8"]] = None
     """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
 
-    @property
-    def in_vllm(self) -> bool:
-        """Never: a student is trained by this package."""
-        return False
+    origin: ClassVar = Backend()
+    """A student is trained by this package."""
 
     @property
     def may_be_quantized(self) -> bool:
@@ -98,7 +95,7 @@ class StudentConfig:
 class TeacherConfig:
     name: str = field(default="teacher", metadata=NOT_EMPTY)
     """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
-    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store"})
+    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store.path"})
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model. With backend endpoint: the name under which the server serves the model."""
     tokenizer: Optional[str] = None
     """Folder or hub name of the tokenizer. null: the model's own. Required with backend endpoint."""
@@ -126,27 +123,10 @@ class TeacherConfig:
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers; refused where it does not compute what the model asks of attention, such as a soft cap."""
     backend: Literal["hf", "vllm", "endpoint", "store"] = "hf"
-    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
-    gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
-    """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
-    url: list[str] = field(default_factory=list, metadata={"one": True})
-    """Address of the server, for backend endpoint, such as http://host:8000. A list: servers of the same model, which share the work; while one of them does not answer, the others do its part."""
-    api: Optional[Literal["vllm", "sglang", "openai"]] = None
-    """Interface of the server, for backend endpoint. vllm, sglang: of these programs. openai: any server whose /v1/completions gives log-probs of the prompt (`echo`) with tokens as `token_id:N`."""
-    token_env: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Name of the environment variable that holds the server's token (API key), for backend endpoint: DISTILL_RL_TOKEN, or a name such as DISTILL_RL_BIG_TOKEN. null: none is sent."""
-    ca_file: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """PEM file with the certificate authority of an https server, for backend endpoint. null: those that the machine trusts."""
-    concurrency: int = field(default=16, metadata=POSITIVE)
-    """Most documents for which one teacher process waits at each url at a time, for backend endpoint."""
-    request_timeout_s: float = field(default=120.0, metadata=POSITIVE)
-    """Seconds that one request to an endpoint may take."""
-    retry_s: float = field(default=300.0, metadata=NOT_NEGATIVE)
-    """Seconds for which a document's request to an endpoint is repeated while no server gives an answer, for instance because it restarts; then the run ends."""
-    store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Folder of the store, for backend store."""
-    missing: Literal["fail", "skip", "live"] = "fail"
-    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for their pieces, which needs its model."""
+    """Where the targets come from; a section `vllm`, `endpoint` or `store` chooses that backend, too, if this is left out. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For export topk or sampled."""
     export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
@@ -160,51 +140,31 @@ class TeacherConfig:
         return bool(self.where) or self.weight_column is not None
 
     @property
-    def only_reads(self) -> bool:
-        """Whether all of its targets are read from a store."""
-        return self.backend == "store" and self.missing != "live"
-
-    @property
-    def runs_model(self) -> bool:
-        """Whether the run loads its model: not if all of its targets are read from a store, or a server has it."""
-        return self.backend != "endpoint" and not self.only_reads
-
-    @property
-    def in_vllm(self) -> bool:
-        """Whether vLLM runs the model, with attention, parallel plans and quantised weights of its own."""
-        return self.backend == "vllm"
+    def origin(self) -> Backend:
+        """Where its targets come from: the section of its backend."""
+        return getattr(self, self.backend, StudentConfig.origin)
 
     @property
     def may_be_quantized(self) -> bool:
         """Whether the weights in its folder may be quantised: the run does not read them, or reads them as they are."""
-        return self.in_vllm or self.quantization == "as_stored" or not self.runs_model
+        return bool(self.origin.engine) or self.quantization == "as_stored" or not self.origin.runs_model
 
     @property
     def targets_store(self) -> str | None:
         """The folder of the store that the run reads its targets from, or writes them to; None without one."""
-        return self.store if self.backend == "store" else self.cache
+        return self.origin.folder if self.origin.is_store else self.cache
 
     @property
     def ranks_per_replica(self) -> int:
-        """Actors that hold one copy, or work on the same rows with one each. vLLM divides a model over processes of its own."""
-        return 1 if self.in_vllm else self.parallel.ranks_per_row
+        """Actors that hold one copy, or work on the same rows with one each. An engine has processes of its own."""
+        return 1 if self.origin.engine else self.parallel.ranks_per_row
 
     @property
     def gpus_per_rank(self) -> int:
         """GPUs that one of its actors uses where there are any; 0 if it loads no model."""
-        if not self.runs_model:
+        if not self.origin.runs_model:
             return 0
-        return self.parallel.tp if self.in_vllm else 1
-
-    def share_of_gpu(self, *, shared: bool) -> float:
-        """Fraction of the memory of its GPUs that its vLLM engine may use.
-
-        Args:
-            shared: whether other ranks use the same GPU.
-        """
-        if self.gpu_share is not None:
-            return self.gpu_share
-        return SHARED_ENGINE if shared else 1.0
+        return self.parallel.tp if self.origin.engine else 1
 
     def sent_dtype(self, *, on_gpu: bool) -> Literal["fp32", "fp16", "bf16"]:
         """The dtype in which its log-probabilities or logits are sent.

@@ -62,8 +62,8 @@ def _stored_targets(config: Config) -> StoredTargets:
     """The teachers whose targets are read or stored, and the stores that decide what is trained on."""
     teachers = [*enumerate(config.running_teachers)]
     required = {
-        i: Store(Path(teacher.store)).has
+        i: Store(Path(teacher.origin.folder)).has
         for i, teacher in teachers
-        if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
+        if teacher.origin.skips_missing and teacher.origin.folder
     }
     return StoredTargets(frozenset(i for i, teacher in teachers if teacher.targets_store is not None), required)

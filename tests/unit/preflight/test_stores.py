@@ -213,10 +213,10 @@ def test_missing_documents_are_counted_and_named(kit):
     without = (5, 9, 11, 60)
     line = only(kit.check(kit.store(without=without), *EPOCH).problems)
     assert line.startswith(
-        f"teachers.0.missing: {kit.root}/store must have all documents of the run; got fail, and it "
+        f"teachers.0.store.missing: {kit.root}/store must have all documents of the run; got fail, and it "
     )
     assert "it lacks 4 of 64 documents (6.25 %); the first: row " in line
-    assert line.endswith("; capture them, or set teachers.0.missing to skip or live")
+    assert line.endswith("; capture them, or set teachers.0.store.missing to skip or live")
     named = line.partition("the first: ")[2].partition(";")[0].split(", ")
     assert len(named) == 3
     assert set(named) < {f"row {row}" for row in without}

@@ -19,7 +19,12 @@ ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
-SERVED = ("teachers.0.backend=endpoint", "teachers.0.url=http://h", "teachers.0.api=vllm", "teachers.0.tokenizer=t")
+SERVED = (
+    "teachers.0.backend=endpoint",
+    "teachers.0.endpoint.url=http://h",
+    "teachers.0.endpoint.api=vllm",
+    "teachers.0.tokenizer=t",
+)
 KEPT = ("student.activation_checkpointing=true",)
 TWO = ("teachers.1={name: two, model: u}",)
 SAME_TOKENIZER = Facts(vocabulary_size=8, teachers=(TeacherFacts(None, 8, None),))
@@ -82,13 +87,13 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.score", "one teacher"): ("ce", (), ("teachers.1={name: two, model: u, score: ce}",)),
     ("faults.lost_teacher", "one teacher"): ("drop_and_reweight", (), TWO),
     ("teachers.0.wire_dtype", "hidden states"): ("bf16", ("teachers.0.export=hidden",), ()),
-    ("teachers.0.missing", "read from a store"): ("skip", (), STORED),
+    ("teachers.0.store.missing", "read from a store"): ("skip", (), STORED),
     ("teachers.0.dtype", "loads no teacher's model"): ("fp32", STORED, ()),
     ("teachers.0.attention", "loads no teacher's model"): ("sdpa", STORED, ()),
     ("teachers.0.revision", "loads no teacher's model"): ("main", STORED, ("teachers.0.model=org/model",)),
-    ("teachers.0.concurrency", "behind a server"): ("4", (), SERVED),
-    ("teachers.0.request_timeout_s", "behind a server"): ("9", (), SERVED),
-    ("teachers.0.retry_s", "behind a server"): ("9", (), SERVED),
+    ("teachers.0.endpoint.concurrency", "behind a server"): ("4", (), SERVED),
+    ("teachers.0.endpoint.request_timeout_s", "behind a server"): ("9", (), SERVED),
+    ("teachers.0.endpoint.retry_s", "behind a server"): ("9", (), SERVED),
     ("teachers.0.tokenizer", "as they were captured"): ("t", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
     ("teachers.0.attention", "vLLM chooses"): ("sdpa", ("teachers.0.backend=vllm",), ()),

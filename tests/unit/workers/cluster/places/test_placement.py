@@ -275,7 +275,7 @@ def test_replicas_that_fit_on_no_node_are_not_pinned():
 def in_vllm(placement="colocated", gpu_share=None, **sizes):
     """A run with two teachers, the first of them in vLLM."""
     settings = config(**{"teachers": ((1, 1), (1, 1))} | sizes)
-    settings.teachers[0].backend, settings.teachers[0].gpu_share = "vllm", gpu_share
+    settings.teachers[0].backend, settings.teachers[0].vllm.gpu_share = "vllm", gpu_share
     settings.ray.placement = placement
     return settings
 
