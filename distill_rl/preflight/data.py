@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from distill_rl.config.facts import Facts, SampleFacts, SourceFacts, StepFacts
-from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
+from distill_rl.config.schema.data import concatenation_problem
 from distill_rl.data.batch.collate import BatchPlan, arrange_lengths, widths
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.loader import Joining, empty

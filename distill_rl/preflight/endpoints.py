@@ -60,7 +60,7 @@ def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[st
     try:
         token = token_of(settings)
     except Exception as error:
-        return Probed([problem(f"{opened.key}.token_env", first_line(error))])
+        return Probed([problem(f"{opened.key}.endpoint.token_env", first_line(error))])
     ids = None
     if tokenizer is not None and opened.vocabulary_size:
         ids = sample_of_ids(opened.vocabulary_size, tokenizer.all_special_ids, length)
@@ -84,7 +84,9 @@ def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> I
             f"start the server with a context of {limit.length} tokens and use data.max_length={limit.length - 1}, or "
         )
         remedy = "serve the teacher with backend hf"
-        yield problem(f"{opened.key}.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy)
+        yield problem(
+            f"{opened.key}.endpoint.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy
+        )
 
 
 def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int) -> Iterator[np.ndarray]:

@@ -7,61 +7,14 @@ default. Settings that contradict each other are refused instead (`validate.prob
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from distill_rl.config.derive import has_validation
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
-from distill_rl.config.schema import Config, EvaluateConfig
+from distill_rl.config.schema import Config
 from distill_rl.config.schema.backends import SECTIONS
-from distill_rl.config.schema.fields import NoEffect
 from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
-
-
-@dataclass(frozen=True)
-class Run:
-    """A configuration, and what is known of its files."""
-
-    config: Config
-    facts: Facts
-
-    @cached_property
-    def methods(self) -> frozenset[str]:
-        """How the running teachers are compared (`comparisons`)."""
-        return frozenset(self.facts.comparisons(self.config))
-
-    def only(self, *methods: str) -> bool:
-        """Whether there are running teachers, and all of them are known to be compared in one of these ways."""
-        return bool(self.methods) and self.methods <= set(methods)
-
-    def none(self, *methods: str) -> bool:
-        """Whether there are running teachers, and all are known to be compared in other ways than these."""
-        return bool(self.methods) and not self.methods & {UNKNOWN, *methods}
-
-    @property
-    def exports(self) -> set[str]:
-        """What the running teachers send."""
-        return {teacher.export for teacher in self.config.running_teachers}
-
-    @property
-    def data_kind(self) -> str:
-        """`text` or `messages`; empty if that is not known yet."""
-        data = self.config.data
-        return self.facts.data_kind or (data.format if data.format in ("text", "messages") else "")
-
-    @property
-    def data_paths(self) -> list[str]:
-        """The paths of the training data."""
-        data = self.config.data
-        return [source.path for source in data.sources] or [data.path or ""]
-
-    @property
-    def validates(self) -> bool:
-        """Whether there are validation data."""
-        return has_validation(self.config)
-
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
 _TEACHERS = (
@@ -74,208 +27,144 @@ _SUITES = (
     "batch_size", "gpu_share", "timeout_s", "parallel.tp",
 )  # fmt: skip
 
-TABLE: tuple[NoEffect, ...] = (
-    NoEffect(
-        _TEACHERS,
-        lambda run: not run.config.running_teachers,
-        "no teacher is started",
-    ),
-    NoEffect(
-        ("loss.divergence", "loss.beta"),
-        lambda run: run.only("uld", "strict"),
-        "the losses uld and strict have a divergence of their own",
-    ),
-    NoEffect(
-        ("loss.beta",),
-        lambda run: run.config.loss.divergence in ("forward_kl", "reverse_kl", "tvd"),
-        "only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture weight",
-    ),
-    NoEffect(
-        ("loss.tail",),
-        lambda run: run.none("hybrid", "xtoken") and ("topk" not in run.exports or run.none(TOKENS)),
-        "it applies where a top k is compared: token by token with export topk, and in the losses hybrid and xtoken",
-    ),
-    NoEffect(
-        ("loss.top_k",),
-        lambda run: "topk" not in run.exports and run.none("hybrid", "xtoken"),
-        "no teacher exports a top k, and only the losses hybrid and xtoken choose one themselves",
-    ),
-    NoEffect(
-        ("loss.draws",),
-        lambda run: "sampled" not in run.exports,
-        "no teacher draws tokens (teachers[].export: sampled)",
-    ),
-    NoEffect(
-        ("loss.chunk_average",),
-        lambda run: run.none("xtoken", "gold", "hkl", "uld"),
-        "only the losses xtoken, gold, hkl and uld combine the predictions of a chunk",
-    ),
-    NoEffect(
-        ("loss.uncommon_top_k",),
-        lambda run: run.none("gold", "hkl", "uld"),
-        "only the losses gold, hkl and uld compare columns by rank",
-    ),
-    NoEffect(
-        ("loss.gold_relaxed",),
-        lambda run: run.none("gold", "hkl"),
-        "only the losses gold and hkl have relaxed matches",
-    ),
-    NoEffect(
-        ("loss.alm_tau",),
-        lambda run: run.none("alm", "hybrid"),
-        "only the losses alm and hybrid compare likelihoods of chunks",
-    ),
-    NoEffect(
-        ("loss.cross_tokenizer", *_ALIGNMENT),
-        lambda run: run.only(TOKENS),
-        "every teacher is compared token by token",
-    ),
-    NoEffect(
-        ("loss.cross_tokenizer",),
-        lambda run: all(teacher.loss is not None for teacher in run.config.running_teachers),
-        "every teacher has a loss of its own (teachers[].loss)",
-    ),
-    NoEffect(
-        ("projection.learnable",),
-        lambda run: run.none("xtoken"),
-        "only the loss xtoken trains its projection, and no teacher is compared with it",
-    ),
-    NoEffect(
-        ("teachers[].weight", "teachers[].score", "faults.lost_teacher"),
-        lambda run: len(run.config.teachers) == 1,
-        "there is one teacher only",
-    ),
-    NoEffect(
-        ("teachers[].wire_dtype",),
-        lambda run: run.exports == {"hidden"},
-        "hidden states are sent in the teacher's dtype",
-    ),
-    *(entry for section in SECTIONS.values() for entry in section.NO_EFFECT),
-    NoEffect(
-        ("teachers[].dtype", "teachers[].attention", "teachers[].revision"),
-        lambda run: bool(run.config.teachers) and not any(teacher.origin.runs_model for teacher in run.config.teachers),
-        "the run loads no teacher's model: targets are read from stores, or come from a server",
-    ),
-    NoEffect(
-        ("capture.mass",),
-        lambda run: run.config.capture.format == "exact",
-        "capture.format is exact",
-    ),
-    NoEffect(
-        ("capture.write_every_s",),
-        lambda run: all(teacher.cache is None for teacher in run.config.teachers),
-        "nothing is stored (teachers[].cache, or distill-rl capture)",
-    ),
-    NoEffect(
-        ("teachers[].wire_dtype",),
-        lambda run: run.exports == {"sampled"},
-        "draws are sent as integers",
-    ),
-    NoEffect(
-        ("student.revision",),
-        lambda run: _is_folder(run.config.student.model),
-        "student.model is a folder, which has no revisions",
-    ),
-    NoEffect(
-        ("teachers[].revision",),
-        lambda run: all(_is_folder(teacher.model) for teacher in run.config.teachers),
-        "teachers[].model is a folder, which has no revisions",
-    ),
-    NoEffect(
-        ("student.gradient_sync",),
-        lambda run: (
-            run.config.student.parallel.dp == run.config.student.parallel.replicas
-            and run.config.student.parallel.sp == 1
-        ),
-        "parameters are not sharded (dp / replicas x sp = 1)",
-    ),
-    NoEffect(
-        ("student.activation_offload",),
-        lambda run: run.facts.gpus == 0 and run.config.ray.address is None,
-        "no GPU is visible; on a CPU activations are in host memory anyway",
-    ),
-    NoEffect(
-        ("teachers[].max_length",),
-        lambda run: run.only(TOKENS),
-        "a teacher with the student's tokenizer reads the student's rows",
-    ),
-    NoEffect(("data.text_key",), lambda run: run.data_kind == "messages", "chats are read (data.format)"),
-    NoEffect(("data.messages_key",), lambda run: run.data_kind == "text", "texts are read (data.format)"),
-    NoEffect(
-        ("data.split", "data.sources[].split"),
-        lambda run: all(_is_file(path) for path in (*run.data_paths, run.config.data.validation.path) if path),
-        "a single file has no splits",
-    ),
-    NoEffect(
-        ("data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision"),
-        lambda run: all(_is_local(path) for path in run.data_paths),
-        "only data sets of the hub have subsets and revisions",
-    ),
-    NoEffect(
-        ("data.sample_by",),
-        lambda run: all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in run.data_paths),
-        "there are no .txt files",
-    ),
-    NoEffect(("data.sources[].weight",), lambda run: len(run.config.data.sources) == 1, "there is one source only"),
-    NoEffect(("data.max_bad_rows",), lambda run: run.config.data.bad_rows == "fail", "bad rows are not skipped"),
-    NoEffect(
-        ("data.separator", "data.characters_per_sample"),
-        lambda run: not run.config.data.concatenate,
-        "data.concatenate is false",
-    ),
-    NoEffect(
-        ("data.validation.fraction",),
-        lambda run: run.config.data.validation.path is not None,
-        "data.validation.path gives the validation data",
-    ),
-    NoEffect(("data.validation.max_documents",), lambda run: not run.validates, "there are no validation data"),
-    NoEffect(
-        ("schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"),
-        lambda run: run.config.schedule.kind == "constant",
-        "schedule.kind is constant",
-    ),
-    NoEffect(
-        ("aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts"),
-        lambda run: run.config.aligner.workers == 0,
-        "aligner.workers is 0, so the driver aligns",
-    ),
-    NoEffect(
-        ("aligner.num_gpus",),
-        lambda run: run.config.aligner.dp.backend != "cuda",
-        "aligners use a GPU with aligner.dp.backend=cuda only",
-    ),
-    NoEffect(
-        ("faults.spike_factor",),
-        lambda run: run.config.faults.spike_window == 0,
-        "faults.spike_window is 0, so no step counts as a spike",
-    ),
-    NoEffect(
-        tuple(f"evaluate.{name}" for name in _SUITES), lambda run: not run.config.evaluate.suites, "no suites are set"
-    ),
-    NoEffect(
-        ("evaluate.every",),
-        lambda run: not run.validates and not (run.config.evaluate.suites and run.config.evaluate.suites_every is None),
-        "there are no validation data, and no suites that follow it",
-    ),
-    NoEffect(
-        ("evaluate.limit",),
-        lambda run: not (suites_every(run.config) or run.config.evaluate.at_start or run.config.evaluate.teachers),
-        "the suites run at the end of the run only (evaluate.every, evaluate.suites_every)",
-    ),
-    *EvaluateConfig.NO_EFFECT,
-    NoEffect(
-        ("checkpoint.keep_best", "checkpoint.best_by"),
-        lambda run: run.config.checkpoint.every == 0,
-        "checkpoint.every is 0, so checkpoints are written at the end of the run only",
-    ),
-    NoEffect(("checkpoint.best_by",), lambda run: run.config.checkpoint.keep_best == 0, "checkpoint.keep_best is 0"),
-    NoEffect(
-        ("ray.num_cpus", "ray.dashboard"),
-        lambda run: run.config.ray.address is not None,
-        "they are settings of a Ray that the run starts, and ray.address joins one",
-    ),
-)
-"""In this order: a setting is reported with the first reason only."""
+
+def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
+    """Yields a reason, and the settings that have no effect for it (`teachers[].x` is one of each teacher); the first reason counts."""
+    data = config.data
+    exports = {teacher.export for teacher in config.running_teachers}
+    methods = frozenset(facts.comparisons(config))
+    data_kind = facts.data_kind or (data.format if data.format in ("text", "messages") else "")
+    data_paths = [source.path for source in data.sources] or [data.path or ""]
+    validates = has_validation(config)
+
+    def only(*names: str) -> bool:
+        """Whether there are running teachers, and all of them are known to be compared in one of these ways."""
+        return bool(methods) and methods <= set(names)
+
+    def none(*names: str) -> bool:
+        """Whether there are running teachers, and all are known to be compared in other ways than these."""
+        return bool(methods) and not methods & {UNKNOWN, *names}
+
+    if not config.running_teachers:
+        yield "no teacher is started", *_TEACHERS
+    if only("uld", "strict"):
+        yield "the losses uld and strict have a divergence of their own", "loss.divergence", "loss.beta"
+    if config.loss.divergence in ("forward_kl", "reverse_kl", "tvd"):
+        yield "only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture weight", "loss.beta"
+    if none("hybrid", "xtoken") and ("topk" not in exports or none(TOKENS)):
+        yield (
+            "it applies where a top k is compared: token by token with export topk, and in the losses hybrid and xtoken",
+            "loss.tail",
+        )
+    if "topk" not in exports and none("hybrid", "xtoken"):
+        yield "no teacher exports a top k, and only the losses hybrid and xtoken choose one themselves", "loss.top_k"
+    if "sampled" not in exports:
+        yield "no teacher draws tokens (teachers[].export: sampled)", "loss.draws"
+    if none("xtoken", "gold", "hkl", "uld"):
+        yield "only the losses xtoken, gold, hkl and uld combine the predictions of a chunk", "loss.chunk_average"
+    if none("gold", "hkl", "uld"):
+        yield "only the losses gold, hkl and uld compare columns by rank", "loss.uncommon_top_k"
+    if none("gold", "hkl"):
+        yield "only the losses gold and hkl have relaxed matches", "loss.gold_relaxed"
+    if none("alm", "hybrid"):
+        yield "only the losses alm and hybrid compare likelihoods of chunks", "loss.alm_tau"
+    if only(TOKENS):
+        yield "every teacher is compared token by token", "loss.cross_tokenizer", *_ALIGNMENT
+    if all(teacher.loss is not None for teacher in config.running_teachers):
+        yield "every teacher has a loss of its own (teachers[].loss)", "loss.cross_tokenizer"
+    if none("xtoken"):
+        yield "only the loss xtoken trains its projection, and no teacher is compared with it", "projection.learnable"
+    if len(config.teachers) == 1:
+        yield "there is one teacher only", "teachers[].weight", "teachers[].score", "faults.lost_teacher"
+    if exports == {"hidden"}:
+        yield "hidden states are sent in the teacher's dtype", "teachers[].wire_dtype"
+    for section in SECTIONS.values():
+        yield from section.no_effect(config)
+    if config.teachers and not any(teacher.origin.runs_model for teacher in config.teachers):
+        yield (
+            "the run loads no teacher's model: targets are read from stores, or come from a server",
+            "teachers[].dtype",
+            "teachers[].attention",
+            "teachers[].revision",
+        )
+    if config.capture.format == "exact":
+        yield "capture.format is exact", "capture.mass"
+    if all(teacher.cache is None for teacher in config.teachers):
+        yield "nothing is stored (teachers[].cache, or distill-rl capture)", "capture.write_every_s"
+    if exports == {"sampled"}:
+        yield "draws are sent as integers", "teachers[].wire_dtype"
+    if _is_folder(config.student.model):
+        yield "student.model is a folder, which has no revisions", "student.revision"
+    if all(_is_folder(teacher.model) for teacher in config.teachers):
+        yield "teachers[].model is a folder, which has no revisions", "teachers[].revision"
+    if config.student.parallel.dp == config.student.parallel.replicas and config.student.parallel.sp == 1:
+        yield "parameters are not sharded (dp / replicas x sp = 1)", "student.gradient_sync"
+    if facts.gpus == 0 and config.ray.address is None:
+        yield "no GPU is visible; on a CPU activations are in host memory anyway", "student.activation_offload"
+    if only(TOKENS):
+        yield "a teacher with the student's tokenizer reads the student's rows", "teachers[].max_length"
+    if data_kind == "messages":
+        yield "chats are read (data.format)", "data.text_key"
+    if data_kind == "text":
+        yield "texts are read (data.format)", "data.messages_key"
+    if all(_is_file(path) for path in (*data_paths, data.validation.path) if path):
+        yield "a single file has no splits", "data.split", "data.sources[].split"
+    if all(_is_local(path) for path in data_paths):
+        yield (
+            "only data sets of the hub have subsets and revisions",
+            "data.subset",
+            "data.revision",
+            "data.sources[].subset",
+            "data.sources[].revision",
+        )
+    if all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in data_paths):
+        yield "there are no .txt files", "data.sample_by"
+    if len(data.sources) == 1:
+        yield "there is one source only", "data.sources[].weight"
+    if data.bad_rows == "fail":
+        yield "bad rows are not skipped", "data.max_bad_rows"
+    if not data.concatenate:
+        yield "data.concatenate is false", "data.separator", "data.characters_per_sample"
+    if data.validation.path is not None:
+        yield "data.validation.path gives the validation data", "data.validation.fraction"
+    if not validates:
+        yield "there are no validation data", "data.validation.max_documents"
+    if config.schedule.kind == "constant":
+        yield "schedule.kind is constant", "schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"
+    if config.aligner.workers == 0:
+        yield (
+            "aligner.workers is 0, so the driver aligns",
+            "aligner.num_gpus",
+            "aligner.deadline_s",
+            "faults.aligner_restarts",
+        )
+    if config.aligner.dp.backend != "cuda":
+        yield "aligners use a GPU with aligner.dp.backend=cuda only", "aligner.num_gpus"
+    if config.faults.spike_window == 0:
+        yield "faults.spike_window is 0, so no step counts as a spike", "faults.spike_factor"
+    if not config.evaluate.suites:
+        yield "no suites are set", *(f"evaluate.{name}" for name in _SUITES)
+    if not validates and not (config.evaluate.suites and config.evaluate.suites_every is None):
+        yield "there are no validation data, and no suites that follow it", "evaluate.every"
+    if not (suites_every(config) or config.evaluate.at_start or config.evaluate.teachers):
+        yield "the suites run at the end of the run only (evaluate.every, evaluate.suites_every)", "evaluate.limit"
+    if config.evaluate.engine:
+        yield f"{config.evaluate.engine} forms its batches itself", "evaluate.batch_size"
+    if config.checkpoint.every == 0:
+        yield (
+            "checkpoint.every is 0, so checkpoints are written at the end of the run only",
+            "checkpoint.keep_best",
+            "checkpoint.best_by",
+        )
+    if config.checkpoint.keep_best == 0:
+        yield "checkpoint.keep_best is 0", "checkpoint.best_by"
+    if config.ray.address is not None:
+        yield (
+            "they are settings of a Ray that the run starts, and ray.address joins one",
+            "ray.num_cpus",
+            "ray.dashboard",
+        )
+
 
 _DEFAULTS = {pattern_of(key): default_of(entry) for key, entry, _ in leaves(Config)}
 
@@ -286,16 +175,14 @@ def no_effect(config: Config, facts: Facts) -> Iterator[str]:
     Args:
         facts: of the files; what is not known yet has no line.
     """
-    run, reported = Run(config, facts), set[str]()
-    for entry in TABLE:
-        if not entry.when(run):
-            continue
-        changed = {key: text for pattern in entry.settings for key, text in _changed(config, pattern)}
+    reported = set[str]()
+    for reason, *settings in _rows(config, facts):
+        changed = {key: text for pattern in settings for key, text in _changed(config, pattern)}
         new = [text for key, text in changed.items() if key not in reported]
         reported |= set(changed)
         if new:
             verb = "has" if len(new) == 1 else "have"
-            yield f"{', '.join(new)} {verb} no effect: {entry.reason}"
+            yield f"{', '.join(new)} {verb} no effect: {reason}"
 
 
 def _changed(config: Config, pattern: str) -> Iterator[tuple[str, str]]:

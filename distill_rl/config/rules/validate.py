@@ -8,20 +8,20 @@ from math import lcm
 from typing import Any
 
 from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, warmup_note
-from distill_rl.config.facts import Facts
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
-from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
-from distill_rl.config.rules.models import (
+from distill_rl.config.schema import Config
+from distill_rl.config.schema.data import data_problems
+from distill_rl.config.schema.models import (
     backend_problems,
     long_row_problems,
     lora_problems,
     quantization_problems,
     routing_problems,
 )
-from distill_rl.config.rules.slurm import slurm_problems
-from distill_rl.config.schema import Config
+from distill_rl.config.schema.slurm import slurm_problems
 from distill_rl.config.walk import leaves, pattern_of, values
 from distill_rl.errors import problem
 from distill_rl.system.files import name_problem
@@ -57,7 +57,7 @@ def problems(config: Config) -> list[str]:
         *_checkpoints(config),
         *_evaluation(config),
         *data_problems(config),
-        *slurm_problems(config),
+        *slurm_problems(config.slurm),
         *_others(config),
     ]
 
@@ -368,3 +368,19 @@ def _others(config: Config) -> Iterator[str]:
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield problem("transport", rule, "local", "use transport=auto")
+
+
+def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Yields teachers that are compared by chunks of text although the student's rows are divided, one line each.
+
+    A chunk may lie on both sides of a border between ranks, and then no rank has its tokens.
+    """
+    sp = config.student.parallel.sp
+    if sp == 1:
+        return
+    for teacher, method in zip(config.running_teachers, facts.comparisons(config)):
+        if method not in (TOKENS, UNKNOWN):
+            rule = f"must be 1: teacher {teacher.name} is compared by chunks of text ({method}), which may cross the border between two ranks"
+            yield problem(
+                "student.parallel.sp", rule, sp, "set student.parallel.tp or activation_checkpointing instead"
+            )

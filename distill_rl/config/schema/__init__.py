@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from distill_rl.config.schema.backends import VllmConfig
 from distill_rl.config.schema.data import DataConfig as DataConfig
 from distill_rl.config.schema.data import SourceConfig as SourceConfig
 from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
-from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION, NoEffect
+from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
 from distill_rl.config.schema.fields import MISSING as MISSING
 from distill_rl.config.schema.models import Attention as Attention
 from distill_rl.config.schema.models import CrossTokenizerLoss as CrossTokenizerLoss
@@ -240,14 +240,6 @@ class EvaluateConfig:
     """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it; with tensor parallelism, of each of the first GPUs. The ranks on that GPU are limited to the rest."""
     timeout_s: float = field(default=7200.0, metadata=POSITIVE)
     """Seconds that one evaluation may take."""
-
-    NO_EFFECT: ClassVar = (
-        NoEffect(
-            ("evaluate.batch_size",),
-            lambda run: bool(run.config.evaluate.engine),
-            "vLLM forms its batches itself",
-        ),
-    )
 
     @property
     def engine(self) -> str:

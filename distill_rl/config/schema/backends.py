@@ -15,7 +15,6 @@ from distill_rl.config.schema.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_FRACTION,
-    NoEffect,
 )
 from distill_rl.errors import problem
 from distill_rl.system.redact import in_text
@@ -52,8 +51,6 @@ class Backend:
     """Whether a server runs the model."""
     is_store: ClassVar[bool] = False
     """Whether targets are read from a store."""
-    NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = ()
-    """Settings that it makes, or that its absence makes, irrelevant."""
 
     @property
     def folder(self) -> str | None:
@@ -100,6 +97,11 @@ class Backend:
         """
         return ""
 
+    @staticmethod
+    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
+        """Yields a reason, and settings that have no effect for it, because teachers have this backend or none has it."""
+        yield from ()
+
     def problems(self, key: str, teacher: TeacherConfig, config: Config) -> Iterator[str]:
         """Yields what is against a teacher that has this backend, one line each.
 
@@ -128,16 +130,12 @@ class VllmConfig(Backend):
 
     engine = "vLLM"
     package = "vllm"
-    NO_EFFECT = (
-        NoEffect(
-            ("teachers[].attention",),
-            lambda run: (
-                any(teacher.origin.engine for teacher in run.config.teachers)
-                and all(teacher.origin.engine or not teacher.origin.runs_model for teacher in run.config.teachers)
-            ),
-            "vLLM chooses its attention itself",
-        ),
-    )
+
+    @staticmethod
+    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
+        engines = [bool(teacher.origin.engine) for teacher in config.teachers if teacher.origin.runs_model]
+        if engines and all(engines):
+            yield "vLLM chooses its attention itself", "teachers[].attention"
 
     def share_of_gpu(self, *, shared: bool) -> float:
         return super().share_of_gpu(shared=shared) if self.gpu_share is None else self.gpu_share
@@ -189,13 +187,12 @@ class EndpointConfig(Backend):
     """Seconds for which a document's request is repeated while no server gives an answer, for instance because it restarts; then the run ends."""
 
     is_served = True
-    NO_EFFECT = (
-        NoEffect(
-            tuple(f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s")),
-            lambda run: not any(teacher.origin.is_served for teacher in run.config.teachers),
-            "no teacher is behind a server (teachers[].backend: endpoint)",
-        ),
-    )
+
+    @staticmethod
+    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
+        if not any(teacher.origin.is_served for teacher in config.teachers):
+            settings = (f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s"))
+            yield "no teacher is behind a server (teachers[].backend: endpoint)", *settings
 
     def processes(self, clients: str) -> str:
         return f"{clients} to ask {', '.join(map(in_text, self.url))}"
@@ -278,18 +275,17 @@ class StoreConfig(Backend):
     """What to do about documents that the store does not have. fail: refuse to start. skip: train without them. live: run the teacher for their pieces, which needs its model."""
 
     is_store = True
-    NO_EFFECT = (
-        NoEffect(
-            ("teachers[].store.missing",),
-            lambda run: not any(teacher.origin.is_store for teacher in run.config.teachers),
-            "no teacher is read from a store",
-        ),
-        NoEffect(
-            ("teachers[].wire_dtype", "teachers[].tokenizer"),
-            lambda run: bool(run.config.teachers) and all(teacher.origin.only_reads for teacher in run.config.teachers),
-            "all targets are read from stores, as they were captured",
-        ),
-    )
+
+    @staticmethod
+    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
+        if not any(teacher.origin.is_store for teacher in config.teachers):
+            yield "no teacher is read from a store", "teachers[].store.missing"
+        if config.teachers and all(teacher.origin.only_reads for teacher in config.teachers):
+            yield (
+                "all targets are read from stores, as they were captured",
+                "teachers[].wire_dtype",
+                "teachers[].tokenizer",
+            )
 
     @property
     def folder(self) -> str | None:

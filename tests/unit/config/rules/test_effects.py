@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,11 @@ import pytest
 from distill_rl.config.derive import EXPORTS
 from distill_rl.config.facts import TOKENS, Facts, TeacherFacts
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.effects import TABLE, no_effect
+from distill_rl.config.rules import effects
+from distill_rl.config.rules.effects import no_effect
 from distill_rl.config.rules.validate import problems
+from distill_rl.config.schema import Config, EvaluateConfig
+from distill_rl.config.schema.backends import SECTIONS
 
 TEXT = "{student: {model: s}, teachers: [{model: t}], data: {path: d}, train: {steps: 10}}"
 SAME = "teachers.0.loss=same"
@@ -19,6 +25,7 @@ ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
+NEEDS_A_SERVER = [f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s")]
 SERVED = (
     "teachers.0.backend=endpoint",
     "teachers.0.endpoint.url=http://h",
@@ -181,8 +188,15 @@ def reported(tmp_path):
     return _reported
 
 
-def test_every_entry_of_the_table_has_a_case():
-    entries = {(key.replace("[]", ".0"), entry.reason) for entry in TABLE for key in entry.settings}
+def test_every_row_has_a_case():
+    names = vars(effects) | {"config": Config(evaluate=EvaluateConfig(backend="vllm"))}
+    rows = [
+        eval(ast.unparse(node.value), names | {"settings": NEEDS_A_SERVER})
+        for function in (effects._rows, *(section.no_effect for section in SECTIONS.values()))
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if isinstance(node, ast.Yield)
+    ]
+    entries = {(key.replace("[]", ".0"), reason) for reason, *settings in rows for key in settings}
     tested = {pair for pair in entries for key, part in CASES if pair[0] == key and part in pair[1]}
     assert entries == tested
     assert len(entries) == len(CASES)

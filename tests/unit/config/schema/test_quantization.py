@@ -8,9 +8,9 @@ import pytest
 
 from distill_rl.config.facts import LoraFacts, ModelFacts
 from distill_rl.config.memory import student_memory, teacher_memory
-from distill_rl.config.rules.models import quantization_problems
 from distill_rl.config.save import decisive
 from distill_rl.config.schema import Config, EvaluateConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema.models import quantization_problems
 
 FACTS = ModelFacts("llama", 1_500_000, 256, 512, 4, 8, 4, 1000, False, 3_000_000)
 
