@@ -9,14 +9,13 @@ from distill_rl.errors import problem
 def compute_groups(config: Config) -> list[int]:
     """Number of ranks of the student, then of each running teacher."""
     student = config.student.parallel
-    teachers = [teacher.parallel.dp * teacher.ranks_per_replica for teacher in config.running_teachers]
-    return [student.dp * student.ranks_per_row, *teachers]
+    return [student.dp * student.ranks_per_row, *(teacher.ranks for teacher in config.running_teachers)]
 
 
 def gpu_groups(config: Config) -> list[int]:
     """Number of GPUs of the student, then of each running teacher that uses any where there are any."""
-    per_rank = [1, *(teacher.gpus_per_rank for teacher in config.running_teachers)]
-    return [ranks * gpus for ranks, gpus in zip(compute_groups(config), per_rank) if gpus]
+    teachers = [teacher for teacher in config.running_teachers if teacher.gpus_per_rank]
+    return [compute_groups(config)[0], *(teacher.ranks * teacher.gpus_per_rank for teacher in teachers)]
 
 
 def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
@@ -32,14 +31,10 @@ def shared_by_engines(config: Config) -> float:
 
 def gpus_of_ranks(config: Config) -> int:
     """Number of GPUs that student and teachers use: colocated, one for the i-th rank of all that share GPUs."""
-    student, *of_teachers = compute_groups(config)
-    shared, own = [student], 0
-    for teacher, ranks in zip(config.running_teachers, of_teachers):
-        if shares_gpus(config, teacher):
-            shared.append(ranks)
-        else:
-            own += ranks * teacher.gpus_per_rank
-    return max(shared) + own
+    sharing = [teacher.ranks for teacher in config.running_teachers if shares_gpus(config, teacher)]
+    alone = [teacher for teacher in config.running_teachers if not shares_gpus(config, teacher)]
+    own = sum(teacher.ranks * teacher.gpus_per_rank for teacher in alone)
+    return max([compute_groups(config)[0], *sharing]) + own
 
 
 def gpus_of_run(config: Config) -> int:

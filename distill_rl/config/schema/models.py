@@ -166,6 +166,11 @@ class TeacherConfig:
         return 1 if self.origin.engine else self.parallel.ranks_per_row
 
     @property
+    def ranks(self) -> int:
+        """Actors of all of its copies."""
+        return self.parallel.dp * self.ranks_per_replica
+
+    @property
     def gpus_per_rank(self) -> int:
         """GPUs that one of its actors uses where there are any; 0 if it loads no model."""
         if not self.origin.runs_model:
