@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -200,7 +201,7 @@ def _read_sample(config: Config, key: str, source: Any, findings: RunFindings) -
     for row in sample(source):
         if config.data.bad_rows == "fail":
             num_problems = len(findings.problems)
-            documents[row] = findings.attempt(key, lambda row=row: source[row])  # type: ignore[misc]
+            documents[row] = findings.attempt(key, partial(source.__getitem__, row))
             if len(findings.problems) > num_problems:
                 break
             continue

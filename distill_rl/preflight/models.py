@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from distill_rl.config.facts import row_width, width_multiple
 from distill_rl.config.quantization import AS_STORED
@@ -217,14 +218,14 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
             rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
         attention = _implementation(model, packing=packing, gpus=gpus)
-        known = packing and not kinds  # of these layers the line above says it
         lines = findings.attempt(
             f"{model.key}.model",
-            lambda model=model, attention=attention, known=known, shapes=shapes: examine(  # type: ignore[misc]
+            partial(
+                examine,
                 model.key,
                 model.folder,
                 attention=attention,
-                packing=known,
+                packing=packing and not kinds,  # of these layers the line above says it
                 weights=bool(shapes),
                 automatic=model.settings.attention == "auto",
             ),
