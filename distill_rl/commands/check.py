@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
-from distill_rl.config.rules.validate import notes
+from distill_rl.config.rules import notes
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError

@@ -353,7 +353,7 @@ UNNAMED = "distill"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a file, changed by overrides, with references resolved.
 
-    Checks keys and types only; the rules that values must obey are in `validate.problems`. `run.name` defaults to the
+    Checks keys and types only; the rules that values must obey are in `rules.problems`. `run.name` defaults to the
     file's stem.
 
     Args:

@@ -15,7 +15,7 @@ from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
-from distill_rl.config.rules.validate import chunk_problems
+from distill_rl.config.rules import chunk_problems
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError

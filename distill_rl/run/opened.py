@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.config import rules
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.paths import described_by
-from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.data.batch.collate import BatchPlan, pad_id
@@ -340,7 +340,7 @@ class OpenedRun:
     @cached_property
     def rules(self) -> list[str]:
         """What the configuration's own rules have against it, one line each."""
-        return [*validate.problems(self.config)]
+        return [*rules.problems(self.config)]
 
     @property
     def num_ids(self) -> int | None:

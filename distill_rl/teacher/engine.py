@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError
 from distill_rl.losses import (
     DenseLogits,

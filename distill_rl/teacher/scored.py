@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import NumericsError
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.models.inputs import micro_batches

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import DataError, NumericsError

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distill_rl.config.load import load_config, read_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.preflight import gather
 from tests.frozen.past import MOVED, SHORT, Past, reads
 

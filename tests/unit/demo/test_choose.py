@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.load import read_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.demo import pair
 from distill_rl.demo.pair import Fit, Known
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.load import read_config
-from distill_rl.config.rules.validate import notes, problems
+from distill_rl.config.rules import notes, problems
 from distill_rl.config.save import decisive, fingerprint, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import Findings

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from distill_rl.config import rules
 from distill_rl.config.derive import EXPORTS
 from distill_rl.config.facts import TOKENS, Facts, TeacherFacts
 from distill_rl.config.load import load_config
-from distill_rl.config.rules import effects
-from distill_rl.config.rules.effects import no_effect
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import no_effect, problems
 from distill_rl.config.schema import Config, EvaluateConfig
 from distill_rl.config.schema.backends import SECTIONS
 
@@ -189,10 +188,10 @@ def reported(tmp_path):
 
 
 def test_every_row_has_a_case():
-    names = vars(effects) | {"config": Config(evaluate=EvaluateConfig(backend="vllm"))}
+    names = vars(rules) | {"config": Config(evaluate=EvaluateConfig(backend="vllm"))}
     rows = [
         eval(ast.unparse(node.value), names | {"settings": NEEDS_A_SERVER})
-        for function in (effects._rows, *(section.no_effect for section in SECTIONS.values()))
+        for function in (rules._rows, *(section.no_effect for section in SECTIONS.values()))
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
         if isinstance(node, ast.Yield)
     ]

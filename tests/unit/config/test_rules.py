@@ -3,7 +3,7 @@ import re
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import RULES, notes, problems
+from distill_rl.config.rules import RULES, notes, problems
 from distill_rl.config.schema import Config, LossConfig
 from distill_rl.config.walk import leaves, pattern_of, values
 
