@@ -202,7 +202,7 @@ def _in_sections(value: Any, key: str, findings: Findings) -> Any:
             findings.add(old, rule, each, "leave one of the two out")
             continue
         teacher[section] = beside | {inner: each}
-        findings.move(old, new)
+        findings.move(old, new, default=getattr(SECTIONS[section](), inner), value=each)
     return teacher
 
 

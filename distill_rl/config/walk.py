@@ -167,7 +167,7 @@ class Findings:
     """Problem lines, and the keys they concern, so that later checks do not report the same key again.
 
     `written` has the text of single values that are not quoted, by dotted key, and of names of a mapping, by
-    `KEY.NAME:`; None if they are quoted. `moved` has the keys that were given under an earlier name → the key today.
+    `KEY.NAME:`; None if they are quoted. `moved` has keys that were given → the keys today, `earlier` those of which users hear.
     """
 
     def __init__(self) -> None:
@@ -175,19 +175,21 @@ class Findings:
         self.keys: set[str] = set()
         self.written: dict[str, str | None] = {}
         self.moved: dict[str, str] = {}
+        self.earlier: list[str] = []
 
     @property
     def notes(self) -> list[str]:
         """At most one line, on settings that were given under earlier keys."""
-        # `store` is short for a setting in it, and no earlier key.
-        pairs = ", ".join(f"{old} is now {new}" for old, new in self.moved.items() if not new.startswith(f"{old}."))
+        pairs = ", ".join(f"{old} is now {self.moved[old]}" for old in self.earlier)
         return [f"earlier keys are read as before: {pairs}"] if pairs else []
 
-    def move(self, old: str, new: str) -> None:
-        """Notes that what was given at one key is a value of another one."""
+    def move(self, old: str, new: str, *, default: Any = NO_DEFAULT, value: Any = None) -> None:
+        """Notes that what was given at one key is a value of another one; users hear of it if it is another than the default."""
         for key in [key for key in self.written if key == old or key.startswith(f"{old}.")]:
             self.written.setdefault(new + key.removeprefix(old), self.written.pop(key))
         self.moved[old] = new
+        if value != default and not new.startswith(f"{old}."):  # otherwise it is short for a setting in it
+            self.earlier.append(old)
 
     def remember(self, text: str, path: str = "") -> None:
         """Notes how the values of a YAML text are written, where that is not known yet.

@@ -54,6 +54,23 @@ def test_both_spellings_are_one_configuration_and_the_earlier_one_has_one_note(e
         assert f"teachers.0.{key} is now teachers.0." in found.notes[0]
 
 
+def test_an_earlier_key_with_its_default_is_said_on_the_command_line_only() -> None:
+    before = {
+        "gpu_share": None,
+        "url": [],
+        "concurrency": 16,
+        "request_timeout_s": 120.0,
+        "store": None,
+        "missing": "fail",
+    }
+    config, findings = read(before)
+    assert (config, findings.notes) == (read({})[0], [])
+    _, findings = read({}, "teachers.0.concurrency=16")
+    assert findings.notes == [
+        "earlier keys are read as before: teachers.0.concurrency is now teachers.0.endpoint.concurrency"
+    ]
+
+
 def test_a_saved_configuration_reads_back(tmp_path) -> None:
     for teacher in (SERVED, {"store": {"path": "a"}}, {"vllm": {"gpu_share": 0.3}}, {}):
         config, _ = read(teacher)
