@@ -59,7 +59,7 @@ def asking() -> Iterator[Asking]:
                 name="big", model=MODEL, backend="endpoint", endpoint=EndpointConfig(list(urls), api)
             )
             for name, value in settings.items():
-                setattr(teacher, name, value)
+                setattr(teacher.endpoint, name, value)
             scorer = EndpointScorer(teacher, token)
             stack.callback(scorer.close)
             return scorer
