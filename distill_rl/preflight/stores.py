@@ -49,24 +49,21 @@ def store_problems(run: OpenedRun, findings: RunFindings) -> None:
 
 
 def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -> Iterator[str]:
-    manifest = store.manifest
+    manifest, path = store.manifest, settings.store.path
     yield from (f"{key}.store: {text}" for text in description_problems(store.folder, manifest))
     if settings.export != manifest.kind:
         remedy = f"set {key}.export={manifest.kind} and a loss that works with it, or run the teacher (backend=hf)"
         yield problem(f"{key}.export", f"the store holds {manifest.kind}", settings.export, remedy)
     if manifest.kind == "topk" and config.loss.top_k > manifest.entries:
         remedy = f"use {manifest.entries} or less, or capture again"
-        yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store.path}",
-                      config.loss.top_k, remedy)  # fmt: skip
+        yield problem(
+            "loss.top_k", f"must not exceed the {manifest.entries} entries of {path}", config.loss.top_k, remedy
+        )
     if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
         remedy = f"set loss.draws={manifest.entries}, or capture again"
-        yield problem(
-            "loss.draws", f"must be that of {settings.store.path}, {manifest.entries}", config.loss.draws, remedy
-        )
+        yield problem("loss.draws", f"must be that of {path}, {manifest.entries}", config.loss.draws, remedy)
     if config.loss.temperature != manifest.temperature:
-        rule = (
-            f"must be that of {settings.store.path}, {manifest.temperature:g}: log-probs cannot be taken to another one"
-        )
+        rule = f"must be that of {path}, {manifest.temperature:g}: log-probs cannot be taken to another one"
         remedy = f"set loss.temperature={manifest.temperature:g}, or capture again"
         yield problem("loss.temperature", rule, config.loss.temperature, remedy)
     if settings.model != settings.store.teacher_folder:

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Optional
 from urllib.parse import urlsplit
 
-from distill_rl.config.schema.fields import (
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_FRACTION,
-)
+from distill_rl.config.schema.fields import NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
 from distill_rl.errors import problem
 from distill_rl.system.redact import in_text
 
@@ -83,7 +78,7 @@ class Backend:
         Args:
             shared: whether other ranks use the same GPU.
         """
-        return SHARED_ENGINE if shared else 1.0
+        return 1.0
 
     def takes(self, *, on_gpu: bool) -> str:
         """What an engine takes of the memory, in words."""
@@ -138,7 +133,9 @@ class VllmConfig(Backend):
             yield "vLLM chooses its attention itself", "teachers[].attention"
 
     def share_of_gpu(self, *, shared: bool) -> float:
-        return super().share_of_gpu(shared=shared) if self.gpu_share is None else self.gpu_share
+        if self.gpu_share is not None:
+            return self.gpu_share
+        return SHARED_ENGINE if shared else 1.0
 
     def takes(self, *, on_gpu: bool) -> str:
         share = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
