@@ -106,7 +106,7 @@ class EvalWorker(GroupMember):
     ) -> Evaluated:
         """Loads a model, runs and grades whole suites on it, and writes the results to `model.out`.
 
-        Frees the model's memory afterwards, even after an error, except of an engine, which keeps its share of the GPU for
+        Frees the model's memory afterwards, even after an error, but not an engine, which keeps its share of the GPU for
         good.
 
         Args:
