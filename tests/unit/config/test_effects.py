@@ -23,6 +23,7 @@ SAMPLED = "teachers.0.export=sampled"
 ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
+HERE = ("teachers.0.backend=hf",)
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
 NEEDS_A_SERVER = [f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s")]
 SERVED = (
@@ -93,13 +94,13 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.score", "one teacher"): ("ce", (), ("teachers.1={name: two, model: u, score: ce}",)),
     ("faults.lost_teacher", "one teacher"): ("drop_and_reweight", (), TWO),
     ("teachers.0.wire_dtype", "hidden states"): ("bf16", ("teachers.0.export=hidden",), ()),
-    ("teachers.0.store.missing", "read from a store"): ("skip", (), STORED),
+    ("teachers.0.store.missing", "read from a store"): ("skip", HERE, STORED),
     ("teachers.0.dtype", "loads no teacher's model"): ("fp32", STORED, ()),
     ("teachers.0.attention", "loads no teacher's model"): ("sdpa", STORED, ()),
     ("teachers.0.revision", "loads no teacher's model"): ("main", STORED, ("teachers.0.model=org/model",)),
-    ("teachers.0.endpoint.concurrency", "behind a server"): ("4", (), SERVED),
-    ("teachers.0.endpoint.request_timeout_s", "behind a server"): ("9", (), SERVED),
-    ("teachers.0.endpoint.retry_s", "behind a server"): ("9", (), SERVED),
+    ("teachers.0.endpoint.concurrency", "behind a server"): ("4", HERE, SERVED),
+    ("teachers.0.endpoint.request_timeout_s", "behind a server"): ("9", HERE, SERVED),
+    ("teachers.0.endpoint.retry_s", "behind a server"): ("9", HERE, SERVED),
     ("teachers.0.tokenizer", "as they were captured"): ("t", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
     ("teachers.0.attention", "vLLM chooses"): ("sdpa", ("teachers.0.backend=vllm",), ()),

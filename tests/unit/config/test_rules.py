@@ -324,7 +324,7 @@ def test_a_teacher_in_vllm_has_no_problem_of_its_own(load):
         ((IN_VLLM, "teachers.0.export=hidden"), "teachers.0.export: must be topk with backend vllm", "backend=hf"),
         ((IN_VLLM, "loss.temperature=2"), "loss.temperature: must be 1: vLLM gives", "set it to 1"),
         ((IN_VLLM, "transport=cuda_ipc"), "transport: cuda_ipc shares GPU memory", "set transport=auto"),
-        (("teachers.0.vllm.gpu_share=0.5",), "teachers.0.vllm.gpu_share: is a setting of backend vllm", "leave it out"),
+        (("teachers.0.gpu_share=0.5",), "teachers.0.vllm.gpu_share: is a setting of backend vllm", "leave it out"),
         ((IN_VLLM, "teachers.0.vllm.gpu_share=0"), "teachers.0.vllm.gpu_share: must be greater than 0", ""),
     ],
 )

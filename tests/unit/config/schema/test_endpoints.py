@@ -94,7 +94,7 @@ def test_settings_of_an_endpoint_are_refused_elsewhere(setting: str) -> None:
     )
     assert config is not None
     (line,) = backend_problems(config)
-    assert line.startswith(f"teachers.0.{name}: is a setting of backend endpoint only")
+    assert line.startswith(f"teachers.0.endpoint.{name}: is a setting of backend endpoint only")
 
 
 def test_what_has_no_effect_is_said() -> None:
@@ -102,9 +102,7 @@ def test_what_has_no_effect_is_said() -> None:
     assert any(
         "teachers.0.dtype=fp32, teachers.0.attention=eager have no effect: the run loads no" in line for line in lines
     )
-    config, _ = read_config(
-        {"student.model": "s", "data.path": "d", "teachers.0.model": "t"}, ["teachers.0.endpoint.retry_s=9"]
-    )
+    config, _ = read_config({"student.model": "s", "data.path": "d", "teachers.0.model": "t"}, ["teachers.0.retry_s=9"])
     assert config is not None
     assert any(
         "teachers.0.endpoint.retry_s=9.0 has no effect: no teacher is behind a server" in line for line in notes(config)
