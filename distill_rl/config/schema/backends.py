@@ -31,7 +31,7 @@ environment, such as a cloud key, to a server of its choice."""
 
 
 @dataclass
-class Backend:
+class Origin:
     """What is asked of every backend, with the answers of `hf`: this package computes the targets, in transformers.
 
     `hf` has no settings of its own. Those of its weights (dtype, quantization, attention) hold for every model that this
@@ -119,7 +119,7 @@ class Backend:
 
 
 @dataclass
-class VllmConfig(Backend):
+class VllmConfig(Origin):
     gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
     """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
 
@@ -167,7 +167,7 @@ class VllmConfig(Backend):
 
 
 @dataclass
-class EndpointConfig(Backend):
+class EndpointConfig(Origin):
     url: list[str] = field(default_factory=list, metadata={"one": True})
     """Address of the server, such as http://host:8000. A list: servers of the same model, which share the work; while one of them does not answer, the others do its part."""
     api: Optional[Literal["vllm", "sglang", "openai"]] = None
@@ -265,7 +265,7 @@ def _of_url(key: str, url: str) -> Iterator[str]:
 
 
 @dataclass
-class StoreConfig(Backend):
+class StoreConfig(Origin):
     path: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of the store; `store: FOLDER` is short for it."""
     missing: Literal["fail", "skip", "live"] = "fail"
@@ -319,7 +319,7 @@ class StoreConfig(Backend):
             yield problem(f"{key}.store", "is read with backend store only", self.path, remedy)
 
 
-SECTIONS: dict[str, type[Backend]] = {"vllm": VllmConfig, "endpoint": EndpointConfig, "store": StoreConfig}
+SECTIONS: dict[str, type[Origin]] = {"vllm": VllmConfig, "endpoint": EndpointConfig, "store": StoreConfig}
 """The backends that have settings of their own, and where these are."""
 FLAT = {
     "store" if entry.name == "path" else entry.name: f"{section}.{entry.name}"

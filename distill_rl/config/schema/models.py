@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from distill_rl.config.quantization import AS_STORED
-from distill_rl.config.schema.backends import SECTIONS, STORED, Backend, EndpointConfig, StoreConfig, VllmConfig
+from distill_rl.config.schema.backends import SECTIONS, STORED, EndpointConfig, Origin, StoreConfig, VllmConfig
 from distill_rl.config.schema.fields import FRACTION, MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE
 from distill_rl.errors import problem
 
@@ -88,7 +88,7 @@ class StudentConfig:
     quantization: Optional[Literal["int8", "int4", "fp8"]] = None
     """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
 
-    origin: ClassVar = Backend()
+    origin: ClassVar = Origin()
     """A student is trained by this package."""
 
     @property
@@ -146,7 +146,7 @@ class TeacherConfig:
         return bool(self.where) or self.weight_column is not None
 
     @property
-    def origin(self) -> Backend:
+    def origin(self) -> Origin:
         """Where its targets come from: the section of its backend."""
         return getattr(self, self.backend, StudentConfig.origin)
 
