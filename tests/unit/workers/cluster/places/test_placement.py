@@ -320,7 +320,9 @@ def test_an_engine_alone_on_a_gpu_has_all_of_it():
 
 
 def test_an_engine_that_takes_the_whole_gpu_is_refused():
-    with pytest.raises(ConfigError, match=r"^teachers\[\]\.gpu_share: .* got t0/dp0-tp0 with 1 of one GPU; lower it"):
+    with pytest.raises(
+        ConfigError, match=r"^teachers\[\]\.vllm\.gpu_share: .* got t0/dp0-tp0 with 1 of one GPU; lower it"
+    ):
         place_actors(in_vllm(gpu_share=1.0), gpus=1)
 
 
