@@ -269,7 +269,7 @@ class TestToken:
         assert client._clean("you sent Bearer s3cret-9") == "you sent Bearer <redacted>"
 
     def test_it_comes_from_the_named_variable(self, monkeypatch):
-        teacher = TeacherConfig(name="big", token_env="DISTILL_RL_TOKEN")
+        teacher = TeacherConfig(name="big", endpoint=EndpointConfig(token_env="DISTILL_RL_TOKEN"))
         monkeypatch.delenv("DISTILL_RL_TOKEN", raising=False)
         with pytest.raises(ConfigError, match="DISTILL_RL_TOKEN"):
             token_of(teacher)
