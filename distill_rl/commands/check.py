@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
-from distill_rl.config.rules.validate import notes
+from distill_rl.config.rules import notes
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -73,7 +73,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
             lines.append(f"decayed    {count}, by {config.optimizer.weight_decay:g}; no norms, no biases")
         lines.append(f"logits     student: {_logits(config, student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):
-        if known.model is not None and teacher.backend != "vllm":
+        if known.model is not None and not teacher.origin.engine:
             size = _bytes(teacher_logits(config, teacher, known.model, on_gpu=on_gpu))
             lines.append(f"logits     {teacher.name}: at most {size} at once")
         if (loss := known.cross_tokenizer_loss) is not None:
@@ -91,9 +91,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         total, parts = _sum(worker.peak)
         lines.append(f"memory     {worker.worker}: about {total} in each of {worker.count} ({parts})")
     for teacher in config.running_teachers:
-        if teacher.backend == "vllm":
-            takes = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
-            lines.append(f"memory     {teacher.name}: not estimated; vLLM takes {takes}")
+        if teacher.origin.engine:
+            lines.append(f"memory     {teacher.name}: not estimated; {teacher.origin.takes(on_gpu=on_gpu)}")
     if derived.checkpoint_bytes is not None:
         size = _bytes(derived.checkpoint_bytes)
         lines.append(f"disk       about {size} per checkpoint, {config.checkpoint.keep_last} kept")

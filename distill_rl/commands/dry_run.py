@@ -14,10 +14,9 @@ from pathlib import Path
 
 from distill_rl.config.layout import gpus_of_run
 from distill_rl.config.load import OF_A_JOB, load_config, read_config, texts, variables_in
-from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config, SlurmConfig
-from distill_rl.config.schema.slurm import GPUS_PER_NODE, OPTIONS
+from distill_rl.config.schema.slurm import GPUS_PER_NODE, OPTIONS, slurm_problems
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather
@@ -175,7 +174,7 @@ def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Seque
     setup_console()
     needed = {"student.model": "-", "data.path": "-"}  # of a run; an evaluation has neither
     config, findings = read_config(needed, [f"slurm.{setting}" for setting in settings])
-    if problems := [*findings.lines, *(slurm_problems(config) if config else ())]:
+    if problems := [*findings.lines, *(slurm_problems(config.slurm) if config else ())]:
         raise ConfigError.many(problems)
     assert config is not None
     out = out.absolute()
@@ -264,7 +263,7 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     """(nodes, GPUs of each) that the run needs; (1, 0) for nodes without GPUs.
 
     Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own. An evaluator shares
-    them, too, except with tensor parallelism in vLLM.
+    them, too, except with tensor parallelism in an engine.
     """
     if gpus_per_node < 1:
         return 1, 0

@@ -17,8 +17,8 @@ import numpy as np
 from distill_rl.align import Tokenized
 from distill_rl.align.chats import SWITCHES
 from distill_rl.align.vocabulary import TextEncoder
+from distill_rl.config import rules
 from distill_rl.config.load import read_config
-from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import STUDENT, AlignedDocument, DocumentAligner, PieceLimits
@@ -107,7 +107,7 @@ def _read(path: str, overrides: Sequence[str], rows: int | None, chosen: Sequenc
     config, invalid = read_config(path, overrides)
     lines += invalid.lines
     if config is not None:
-        lines += [text for text in validate.problems(config) if text.partition(":")[0] not in invalid.keys]
+        lines += [text for text in rules.problems(config) if text.partition(":")[0] not in invalid.keys]
     if config is None or lines:
         raise ConfigError.many(dict.fromkeys(lines))
     return config

@@ -96,7 +96,7 @@ def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
 
 
 def _is_quantized(settings: TeacherConfig) -> bool:
-    return settings.quantization is not None and settings.runs_model
+    return settings.quantization is not None and settings.origin.runs_model
 
 
 def _quantized(run: OpenedRun, facts: Facts) -> Iterator[tuple[TeacherConfig, Any, int]]:

@@ -38,10 +38,7 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
         config,
         run=replace(config.run, dir=str(out / CAPTURES)),
         student=student,
-        teachers=[
-            _storing(teacher, folder, problems, i, compact=config.capture.format == "compact")
-            for i, (teacher, folder) in enumerate(_folders(config, out))
-        ],
+        teachers=[_storing(config, i, out, problems) for i in range(len(config.teachers))],
         train=replace(config.train, epochs=epochs, minutes=None),
         faults=replace(config.faults, lost_teacher="fail"),
         checkpoint=replace(config.checkpoint, resume="auto", keep_best=0, every=0),
@@ -55,7 +52,7 @@ def _student(config: Config, problems: list[str]) -> StudentConfig:
         return config.student
     problems[:] = [line for line in problems if not line.startswith("student.model:")]
     teacher = config.teachers[0]
-    if teacher.backend == "endpoint":
+    if teacher.origin.is_served:
         rule = "a server's model is not here, and rows are made for a student"
         problems.append(problem("student.model", rule, "missing value", "name the student"))
         return config.student
@@ -73,21 +70,16 @@ def _student(config: Config, problems: list[str]) -> StudentConfig:
     )
 
 
-def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
-    """Every teacher with the folder of its store."""
-    if len(config.teachers) == 1:
-        return [(config.teachers[0], out)]
-    return [(teacher, out / teacher.name) for teacher in config.teachers]
-
-
-def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, *, compact: bool) -> TeacherConfig:
-    """A teacher that stores its targets in a folder."""
-    if teacher.backend == "store":
+def _storing(config: Config, i: int, out: Path, problems: list[str]) -> TeacherConfig:
+    """A teacher that stores its targets in `out` or, if there are several, below it."""
+    teacher, compact = config.teachers[i], config.capture.format == "compact"
+    if teacher.origin.is_store:
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
     if compact and teacher.export != "topk":
         rule = f"compact is a format of the top k, and teacher {teacher.name} exports {teacher.export}"
         problems.append(problem("capture.format", rule, "compact", "use capture.format=exact"))
+    folder = out if len(config.teachers) == 1 else out / teacher.name
     storing = replace(teacher, cache=str(folder), score="static")
     return replace(storing, wire_dtype="fp32") if compact else storing
 

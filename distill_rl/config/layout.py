@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.system.redact import in_text
 
 
 def compute_groups(config: Config) -> list[int]:
     """Number of ranks of the student, then of each running teacher."""
     student = config.student.parallel
-    teachers = [teacher.parallel.dp * teacher.ranks_per_replica for teacher in config.running_teachers]
-    return [student.dp * student.ranks_per_row, *teachers]
+    return [student.dp * student.ranks_per_row, *(teacher.ranks for teacher in config.running_teachers)]
 
 
 def gpu_groups(config: Config) -> list[int]:
     """Number of GPUs of the student, then of each running teacher that uses any where there are any."""
-    per_rank = [1, *(teacher.gpus_per_rank for teacher in config.running_teachers)]
-    return [ranks * gpus for ranks, gpus in zip(compute_groups(config), per_rank) if gpus]
+    teachers = [teacher for teacher in config.running_teachers if teacher.gpus_per_rank]
+    return [compute_groups(config)[0], *(teacher.ranks * teacher.gpus_per_rank for teacher in teachers)]
 
 
 def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
@@ -26,34 +24,30 @@ def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
 
 
 def shared_by_engines(config: Config) -> float:
-    """Fraction that engines of vLLM take together of a GPU that they share with other ranks, unless these are too few."""
-    sharing = (teacher for teacher in config.running_teachers if teacher.in_vllm and shares_gpus(config, teacher))
-    return sum(teacher.share_of_gpu(shared=True) for teacher in sharing)
+    """Fraction that engines take together of a GPU that they share with other ranks, unless these are too few."""
+    sharing = (teacher for teacher in config.running_teachers if teacher.origin.engine and shares_gpus(config, teacher))
+    return sum(teacher.origin.share_of_gpu(shared=True) for teacher in sharing)
 
 
 def gpus_of_ranks(config: Config) -> int:
     """Number of GPUs that student and teachers use: colocated, one for the i-th rank of all that share GPUs."""
-    student, *of_teachers = compute_groups(config)
-    shared, own = [student], 0
-    for teacher, ranks in zip(config.running_teachers, of_teachers):
-        if shares_gpus(config, teacher):
-            shared.append(ranks)
-        else:
-            own += ranks * teacher.gpus_per_rank
-    return max(shared) + own
+    sharing = [teacher.ranks for teacher in config.running_teachers if shares_gpus(config, teacher)]
+    alone = [teacher for teacher in config.running_teachers if not shares_gpus(config, teacher)]
+    own = sum(teacher.ranks * teacher.gpus_per_rank for teacher in alone)
+    return max([compute_groups(config)[0], *sharing]) + own
 
 
 def gpus_of_run(config: Config) -> int:
-    """Number of GPUs that the run uses. The evaluator shares those of the ranks, but vllm's tensor parallelism cannot."""
+    """Number of GPUs that the run uses. The evaluator shares those of the ranks, but an engine's tensor parallelism cannot."""
     ranks, evaluate = gpus_of_ranks(config), config.evaluate
     tp = evaluate.parallel.tp if evaluate.suites else 1
     if tp == 1:
         return ranks
-    return ranks + tp if evaluate.backend == "vllm" else max(ranks, tp)
+    return ranks + tp if evaluate.engine else max(ranks, tp)
 
 
 def evaluator_ranks(backend: str, tp: int) -> int:
-    """Number of actors that hold one copy of an evaluated model: vllm splits it in processes of its own."""
+    """Number of actors that hold one copy of an evaluated model: an engine splits it in processes of its own."""
     return tp if backend == "hf" else 1
 
 
@@ -76,8 +70,8 @@ def evaluator_problem(config: Config, gpus: float) -> str | None:
     key, remedy = "evaluate.parallel.tp", "lower it"
     if gpus < tp:
         return problem(key, f"{tp} GPUs are asked, there are {gpus:g}", None, remedy)
-    if evaluate.backend == "vllm" and gpus < gpus_of_run(config):
-        rule = f"vllm needs {tp} free GPUs; student and teachers use {used} of {gpus:g}"
+    if evaluate.engine and gpus < gpus_of_run(config):
+        rule = f"{evaluate.backend} needs {tp} free GPUs; student and teachers use {used} of {gpus:g}"
         return problem(key, rule, None, f"{remedy}, or set evaluate.backend=hf")
     return None
 
@@ -114,12 +108,9 @@ def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
             sharded = parallel.dp // parallel.replicas * parallel.ranks_per_row
             found[name] += f", {parallel.replicas} replicas over {sharded} each"
     for teacher in config.running_teachers:
-        clients = _processes(teacher.parallel.dp)
-        if teacher.backend == "endpoint":
-            found[teacher.name] = f"{clients} to ask {', '.join(map(in_text, teacher.url))}"
-        elif not teacher.runs_model:
-            found[teacher.name] = f"{clients} to read {teacher.store}"
-        elif teacher.in_vllm:
+        if text := teacher.origin.processes(_processes(teacher.parallel.dp)):
+            found[teacher.name] = text
+        elif teacher.origin.engine:
             found[teacher.name] = _engines(config, teacher, gpus)
     if config.aligner.workers is not None:
         reason = "as configured"
@@ -143,12 +134,12 @@ def layout_in_words(parallel: ParallelConfig) -> str:
 
 
 def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:
-    """The engines of a teacher that vLLM runs, in words."""
+    """The engines of a teacher, in words."""
     parallel = teacher.parallel
-    text = f"dp {parallel.dp} = {parallel.dp} vLLM engine{'s' if parallel.dp > 1 else ''}"
+    text = f"dp {parallel.dp} = {parallel.dp} {teacher.origin.engine} engine{'s' if parallel.dp > 1 else ''}"
     if not gpus:
         return text if parallel.tp == 1 else f"{text}, each of {_processes(parallel.tp)}"
-    share = teacher.share_of_gpu(shared=shares_gpus(config, teacher))
+    share = teacher.origin.share_of_gpu(shared=shares_gpus(config, teacher))
     where = "a GPU" if parallel.tp == 1 else f"{parallel.tp} GPUs"
     return f"{text}, each with {'' if share == 1 else f'{share:g} of '}{where}"
 

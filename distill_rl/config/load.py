@@ -15,9 +15,10 @@ from typing import Any, Literal, get_origin
 import yaml
 from omegaconf import OmegaConf
 
-from distill_rl.config.paths import replace_paths, teacher_folder
+from distill_rl.config.paths import replace_paths
 from distill_rl.config.schema import MISSING, Config, TeacherConfig
-from distill_rl.config.walk import Findings, build, hints, item_kind, join, kind_at, unwrap
+from distill_rl.config.schema.backends import FLAT, SECTIONS
+from distill_rl.config.walk import Findings, as_yaml, build, hints, item_kind, join, kind_at, unwrap
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import nearby
 
@@ -144,8 +145,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Fin
         if not equals or not key or any(not part for part in key.split(".")):
             findings.add(override, "an override is written key=value", remedy="for example train.steps=100")
             continue
-        _place(raw, key, _parse(key, text.strip()), findings)
-        findings.forget(key)
+        key, given = _today(key, {} if text.strip().startswith("{") else text), key
+        _put(raw, key, _parse(key, text.strip()), given, findings)
         with suppress(yaml.YAMLError):  # then it is a text
             findings.remember(text, key)
 
@@ -156,8 +157,76 @@ def apply_settings(raw: dict[str, Any], settings: Mapping[str, Any], findings: F
         if not isinstance(key, str) or any(not part for part in key.split(".")):
             findings.add(repr(key), "the name of a setting is a text", remedy="for example train, or train.steps")
             continue
-        _place(raw, key, _plain(value), findings)
-        findings.forget(key)
+        value = _plain(value)
+        _put(raw, _today(key, value), value, key, findings)
+
+
+# Settings of a teacher's backend were keys of the teacher before they had sections (`backends.FLAT`). They mean what they
+# meant: unlike a section, they choose no backend.
+
+
+def _today(key: str, value: Any) -> str:
+    """A dotted key as it is spelled today; `store` is short for `store.path`, unless its value is a section."""
+    found = re.fullmatch(r"(teachers\.\d+)\.(\w+)((?:\.\d+)?)", key)
+    if found is None or found[2] not in FLAT or isinstance(value, Mapping):
+        return key
+    return f"{found[1]}.{FLAT[found[2]]}{found[3]}"
+
+
+def _put(raw: dict[str, Any], key: str, value: Any, given: str, findings: Findings) -> None:
+    """Places a value at a key of today, which may have been given in another spelling and may hold such keys."""
+    _place(raw, key, _in_sections(value, key, findings), findings)
+    findings.forget(key)
+    if key != given:
+        findings.move(given, key)
+
+
+def _in_sections(value: Any, key: str, findings: Findings) -> Any:
+    """A raw value in which every setting of a teacher's backend is in its section."""
+    if key == "" and isinstance(value, dict) and "teachers" in value:
+        return value | {"teachers": _in_sections(value["teachers"], "teachers", findings)}
+    if key == "teachers" and isinstance(value, list):
+        return [_in_sections(entry, join(key, i), findings) for i, entry in enumerate(value)]
+    if not (re.fullmatch(r"teachers\.\d+", key) and isinstance(value, dict)):
+        return value
+    flat = {name: each for name, each in value.items() if _today(join(key, name), each) != join(key, name)}
+    teacher = {name: each for name, each in value.items() if name not in flat}
+    for name, each in flat.items():
+        section, _, inner = FLAT[name].partition(".")
+        beside = teacher.get(section) or {}
+        old, new = join(key, name), join(key, FLAT[name])
+        if not isinstance(beside, dict):
+            continue  # whose type is reported
+        if beside.get(inner, each) != each:
+            rule = f"contradicts {new}={as_yaml(beside[inner])}, which is the same setting"
+            findings.add(old, rule, each, "leave one of the two out")
+            continue
+        teacher[section] = beside | {inner: each}
+        findings.move(old, new, default=getattr(SECTIONS[section](), inner), value=each)
+    return teacher
+
+
+def _choose_backends(raw: dict[str, Any], findings: Findings) -> None:
+    """Sets the backend of every teacher that names none and has the section of one, in place."""
+    teachers = raw.get("teachers")
+    for i, teacher in enumerate(teachers if isinstance(teachers, list) else ()):
+        if not isinstance(teacher, dict) or "backend" in teacher:
+            continue
+        key = f"teachers.{i}"
+        given = [
+            name for name in SECTIONS if name in teacher and not _is_moved(teacher[name], f"{key}.{name}", findings)
+        ]
+        if len(given) > 1:
+            remedy = f"leave one of the sections out, or set {key}.backend"
+            findings.add(key, "a teacher has one backend", " and ".join(given), remedy)
+        elif given:
+            teacher["backend"] = given[0]
+
+
+def _is_moved(section: Any, key: str, findings: Findings) -> bool:
+    """Whether all that a section has was given in keys of the teacher."""
+    moved = {".".join(new.split(".")[:4]) for new in findings.moved.values()}
+    return isinstance(section, dict) and bool(section) and {join(key, name) for name in section} <= moved
 
 
 def _plain(value: Any) -> Any:
@@ -284,7 +353,7 @@ UNNAMED = "distill"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a file, changed by overrides, with references resolved.
 
-    Checks keys and types only; the rules that values must obey are in `validate.problems`. `run.name` defaults to the
+    Checks keys and types only; the rules that values must obey are in `rules.problems`. `run.name` defaults to the
     file's stem.
 
     Args:
@@ -320,13 +389,14 @@ def read_config(
         return None, findings
     apply_overrides(raw, overrides, findings)
     apply_settings(raw, settings or {}, findings)
+    _choose_backends(raw, findings)
     _name_run(raw, name)
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
     replace_paths(config, partial(_possible, findings))
     for teacher in config.teachers:
-        if teacher.store and teacher.model is None:  # as a model that is not needed is read
-            teacher.model = teacher_folder(teacher.store)
+        if teacher.store.path and teacher.model is None:  # as a model that is not needed is read
+            teacher.model = teacher.store.teacher_folder
     return config, findings
 
 
@@ -334,7 +404,7 @@ def texts(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[tuple[str
     """Every text of a file's configuration, with its dotted key, before references are resolved; nothing of a file that
     cannot be read."""
     findings = Findings()
-    raw = _read_chain(Path(path), findings, ()) or {}
+    raw = _in_sections(_read_chain(Path(path), findings, ()) or {}, "", findings)
     apply_overrides(raw, overrides, findings)
     nodes: list[tuple[str, Any]] = [("", raw)]
     while nodes:
@@ -349,7 +419,7 @@ def texts(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[tuple[str
 def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any] | None, str]:
     """The raw mapping of `read_config`'s source, as of `_read_chain`, and the default of `run.name`."""
     if not isinstance(source, Mapping):
-        return _read_chain(Path(source), findings, ()), Path(source).stem
+        return _in_sections(_read_chain(Path(source), findings, ()), "", findings), Path(source).stem
     raw: dict[str, Any] = {}
     apply_settings(raw, source, findings)
     return raw, UNNAMED
@@ -441,7 +511,7 @@ def _name_run(raw: dict[str, Any], name: str) -> None:
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:
     """The raw value at a dotted key, references in it unresolved, or else the schema's default."""
-    parts = key.split(".")
+    parts = _today(key, None).split(".")
     for tree in (raw, asdict(Config())):
         node: Any = tree
         try:

@@ -365,7 +365,7 @@ def _teacher_tokens(config: Config, teacher: TeacherConfig, on_gpu: bool) -> int
 def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
     """Estimates for the student, the running teachers and, with suites, the evaluator, in this order.
 
-    A worker whose model's facts are not known is left out, and teachers that vLLM runs, which takes what it is given.
+    A worker whose model's facts are not known is left out, and teachers that an engine runs, which takes what it is given.
 
     Args:
         slots: bytes of one slot, per running teacher.
@@ -382,7 +382,7 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
     # The ring is memory of the teacher's process, except with Ray's object store, which holds the slots itself.
     owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
     for (teacher, known), slot, ring in zip(facts.by_teacher(config), slots, rings):
-        if known.model is not None and teacher.backend != "vllm":
+        if known.model is not None and not teacher.origin.engine:
             targets = ring + slot if owned else 2 * slot
             workers.append(teacher_memory(config, teacher, known.model, targets=targets, on_gpu=on_gpu))
     if facts.student is not None and config.evaluate.suites:

@@ -33,16 +33,12 @@ def described_by(model: StudentConfig | TeacherConfig) -> tuple[str, str | None]
     Those of a teacher that only reads a store are in the store, and of one that a server runs there is the tokenizer
     alone. So a machine that trains need not have the teacher, whatever `model` says.
     """
-    if isinstance(model, TeacherConfig) and model.backend == "endpoint":
+    origin = model.origin
+    if origin.is_served:
         return model.tokenizer or MISSING, None
-    if isinstance(model, TeacherConfig) and model.only_reads and model.store:
-        return teacher_folder(model.store), None
+    if origin.only_reads and origin.teacher_folder is not None:
+        return origin.teacher_folder, None
     return model.model, model.revision
-
-
-def teacher_folder(store: str) -> str:
-    """The folder in a store with the files that describe its teacher: all that a model's folder has but weights."""
-    return str(Path(store) / "teacher")
 
 
 def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
@@ -50,12 +46,12 @@ def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
     models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
     models |= {f"teachers.{i}": teacher for i, teacher in enumerate(config.teachers)}
     for key, model in models.items():
-        if not (isinstance(model, TeacherConfig) and model.backend == "endpoint"):  # its model is a name
+        if not model.origin.is_served:  # its model is a name
             model.model = change(f"{key}.model", model.model)
         model.tokenizer = change(f"{key}.tokenizer", model.tokenizer)
     for i, teacher in enumerate(config.teachers):
-        teacher.ca_file = change(f"teachers.{i}.ca_file", teacher.ca_file)
-        teacher.store = change(f"teachers.{i}.store", teacher.store)
+        teacher.endpoint.ca_file = change(f"teachers.{i}.endpoint.ca_file", teacher.endpoint.ca_file)
+        teacher.store.path = change(f"teachers.{i}.store.path", teacher.store.path)
         teacher.cache = change(f"teachers.{i}.cache", teacher.cache)
     config.data.path = change("data.path", config.data.path)
     for i, source in enumerate(config.data.sources):

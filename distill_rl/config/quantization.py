@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from distill_rl.config.facts import ModelFacts
+if TYPE_CHECKING:
+    from distill_rl.config.facts import ModelFacts
 
 AS_STORED: Final = "as_stored"
 """`teachers[].quantization` of a checkpoint that is quantised already."""

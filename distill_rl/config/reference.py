@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from distill_rl.config import schema
 from distill_rl.config.load import ENVIRONMENT
-from distill_rl.config.schema import Config, data, models, slurm
+from distill_rl.config.schema import Config, backends, data, models, slurm
 from distill_rl.config.walk import (
     FOREIGN,
     MISSING,
@@ -83,7 +83,9 @@ def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
     for node in (
-        statement for module in (schema, data, models, slurm) for statement in ast.parse(getsource(module)).body
+        statement
+        for module in (schema, backends, data, models, slurm)
+        for statement in ast.parse(getsource(module)).body
     ):
         if not isinstance(node, ast.ClassDef):
             continue

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.load import escape
 from distill_rl.config.schema import Config
+from distill_rl.config.schema.backends import FLAT, SECTIONS
 from distill_rl.config.walk import join
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import write_atomic
@@ -79,8 +80,13 @@ def decisive(config: Config) -> dict[str, Any]:
     for teacher in tree["teachers"]:
         if teacher["backend"] == "store":  # a store may be copied; the fingerprint of its teacher is compared
             del teacher["model"]
+        # Earlier checkpoints hold the fingerprint of settings that had no sections.
+        sections = {name: teacher.pop(name) for name in SECTIONS}
+        for key, place in FLAT.items():
+            section, _, name = place.partition(".")
+            teacher[key] = sections[section][name]
         del teacher["micro_batch_size"], teacher["attention"], teacher["backend"], teacher["store"], teacher["cache"]
-        for key in ("url", "api", "token_env", "ca_file", "concurrency", "request_timeout_s", "retry_s"):
+        for key in sections["endpoint"]:
             del teacher[key]  # a server may move
         if teacher["missing"] != "skip":  # which documents are trained on
             del teacher["missing"]

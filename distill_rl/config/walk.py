@@ -167,13 +167,29 @@ class Findings:
     """Problem lines, and the keys they concern, so that later checks do not report the same key again.
 
     `written` has the text of single values that are not quoted, by dotted key, and of names of a mapping, by
-    `KEY.NAME:`; None if they are quoted.
+    `KEY.NAME:`; None if they are quoted. `moved` has keys that were given → the keys today, `earlier` those of which users hear.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.keys: set[str] = set()
         self.written: dict[str, str | None] = {}
+        self.moved: dict[str, str] = {}
+        self.earlier: list[str] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """At most one line, on settings that were given under earlier keys."""
+        pairs = ", ".join(f"{old} is now {self.moved[old]}" for old in self.earlier)
+        return [f"earlier keys are read as before: {pairs}"] if pairs else []
+
+    def move(self, old: str, new: str, *, default: Any = NO_DEFAULT, value: Any = None) -> None:
+        """Notes that what was given at one key is a value of another one; users hear of it if it is another than the default."""
+        for key in [key for key in self.written if key == old or key.startswith(f"{old}.")]:
+            self.written.setdefault(new + key.removeprefix(old), self.written.pop(key))
+        self.moved[old] = new
+        if value != default and not new.startswith(f"{old}."):  # otherwise it is short for a setting in it
+            self.earlier.append(old)
 
     def remember(self, text: str, path: str = "") -> None:
         """Notes how the values of a YAML text are written, where that is not known yet.
@@ -348,7 +364,7 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
         value = raw.get(entry.name, default)
         if entry.metadata.get("one") and isinstance(value, str):  # a list of one
             value = [value]
-        if value == MISSING and raw.get(entry.metadata.get("unless")):
+        if value == MISSING and _given(raw, entry.metadata.get("unless", "")):
             values[entry.name] = None
         elif isinstance(value, str) and value == MISSING:
             findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
@@ -358,6 +374,13 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
         else:
             values[entry.name] = _value(kind, value, default, findings, key)
     return section(**values)
+
+
+def _given(raw: Any, path: str) -> bool:
+    """Whether a raw mapping has a value at a dotted path that is not empty."""
+    for part in path.split("."):
+        raw = raw.get(part) if isinstance(raw, Mapping) else None
+    return bool(raw)
 
 
 def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
@@ -477,7 +500,7 @@ def _nearest(section: type, key: str, path: str) -> str:
         return join(path, match[0])
     if key in OUR_KEY:
         return OUR_KEY[key]
-    by_name: dict[str, str] = {}
+    by_name = {"path": "data.path"}  # not that of a store, which comes first
     for name, _, _ in leaves(Config):
         by_name.setdefault(name.rpartition(".")[2], name)
     for entry in fields(Config):

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.demo.material import Material, make_material
 from distill_rl.demo.recipe import RECIPE, RECIPES
 from distill_rl.demo.runs import WITHOUT_TEACHER, ChildRun, figures, run_all

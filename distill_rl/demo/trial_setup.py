@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.facts import GPU_WIDTH_MULTIPLE, TOKENS, Facts, ModelFacts
 from distill_rl.config.load import read_config
-from distill_rl.config.rules.validate import problems as rules
+from distill_rl.config.rules import problems as rules
 from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.demo.measure import Reading

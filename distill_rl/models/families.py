@@ -222,7 +222,7 @@ def length_limit(hf_config: PreTrainedConfig) -> LengthLimit | None:
 def engine_length_problem(hf_config: PreTrainedConfig, engine: str, longest: int, context: int) -> str | None:
     """Why an inference engine with one set of rotary frequencies for all texts would compute other logits than the model.
 
-    vLLM takes the set by the length of its context: for `longrope` that of long texts if the context is longer than the
+    It takes the set by the length of its context: for `longrope` that of long texts if the context is longer than the
     limit, for `dynamic` one that suits no length.
 
     Args:
@@ -248,7 +248,7 @@ def engine_length_problem(hf_config: PreTrainedConfig, engine: str, longest: int
 def split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:
     """Why a backend cannot split this model over `tp` ranks, one line each; empty if it can.
 
-    Of vllm, which has plans of its own and repeats key-value heads, only the number of attention heads is known.
+    Of an engine, which has plans of its own and repeats key-value heads, only the number of attention heads is known.
 
     Args:
         setting: what the number of ranks is called in the lines.

@@ -15,7 +15,7 @@ from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
-from distill_rl.config.rules.models import chunk_problems
+from distill_rl.config.rules import chunk_problems
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError
@@ -101,7 +101,7 @@ def gather(
     if not any(text.startswith("run.name: ") for text in later):
         later += run_directory.problems(run.config, clean=clean)
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
-    return replace(inspected, problems=list(dict.fromkeys(lines)))
+    return replace(inspected, problems=list(dict.fromkeys(lines)), notes=(*invalid.notes, *inspected.notes))
 
 
 def inspect(

@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from distill_rl.config.facts import Facts, SampleFacts, SourceFacts, StepFacts
-from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
+from distill_rl.config.schema.data import concatenation_problem
 from distill_rl.data.batch.collate import BatchPlan, arrange_lengths, widths
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.loader import Joining, empty
@@ -199,7 +200,7 @@ def _read_sample(config: Config, key: str, source: Any, findings: RunFindings) -
     for row in sample(source):
         if config.data.bad_rows == "fail":
             num_problems = len(findings.problems)
-            documents[row] = findings.attempt(key, lambda row=row: source[row])  # type: ignore[misc]
+            documents[row] = findings.attempt(key, partial(source.__getitem__, row))
             if len(findings.problems) > num_problems:
                 break
             continue

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.rules.models import endpoint_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import first_line, problem
 from distill_rl.models.families import engine_length_problem, length_limit
@@ -32,19 +31,18 @@ def check_endpoints(
         ask: False: the servers need not run yet. They are then asked when the run starts, which a note says.
     """
     config = run.config
-    broken = list(endpoint_problems(config))
     for opened in run.teachers:
-        if not opened.is_served:
+        settings, key = opened.settings, f"{opened.key}.endpoint"
+        if not settings.origin.is_served:
             continue
         if not ask:
-            findings.notes.append(f"{opened.key}.url: the server is asked when the run starts")
+            findings.notes.append(f"{key}.url: the server is asked when the run starts")
             continue
         # Without a usable address nothing can be asked; without a tokenizer, whether the server answers.
-        if any(
-            text.startswith(tuple(f"{opened.key}.{name}" for name in ("url", "api", "token_env"))) for text in broken
-        ):
+        unusable = tuple(f"{key}.{name}" for name in ("url", "api", "token_env"))
+        if any(text.startswith(unusable) for text in settings.origin.problems(opened.key, settings, config)):
             continue
-        probed = findings.attempt(f"{opened.key}.url", partial(_probe, config, opened, documents))
+        probed = findings.attempt(f"{key}.url", partial(_probe, config, opened, documents))
         if probed is None:
             continue
         probed.problems += _length_problems(config, opened, probed)
@@ -62,7 +60,7 @@ def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[st
     try:
         token = token_of(settings)
     except Exception as error:
-        return Probed([problem(f"{opened.key}.token_env", first_line(error))])
+        return Probed([problem(f"{opened.key}.endpoint.token_env", first_line(error))])
     ids = None
     if tokenizer is not None and opened.vocabulary_size:
         ids = sample_of_ids(opened.vocabulary_size, tokenizer.all_special_ids, length)
@@ -86,7 +84,9 @@ def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> I
             f"start the server with a context of {limit.length} tokens and use data.max_length={limit.length - 1}, or "
         )
         remedy = "serve the teacher with backend hf"
-        yield problem(f"{opened.key}.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy)
+        yield problem(
+            f"{opened.key}.endpoint.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy
+        )
 
 
 def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int) -> Iterator[np.ndarray]:
@@ -114,8 +114,9 @@ def _note(config: Config, opened: OpenedTeacher, probed: Probed) -> str:
     if probed.mass is not None and probed.tokens_per_s is not None:
         parts.append(f"{100 * probed.mass:.4g} % of the probability in the top k of a sample")
         parts.append(f"about {probed.tokens_per_s:,.0f} tokens/s")
-    where = ", ".join(map(in_text, settings.url))
-    line = f"{opened.key}.url: {settings.model} is served by {settings.api} at {where}: {', '.join(parts)}"
-    if settings.token_env is not None and any(url.startswith("http:") for url in settings.url):
+    endpoint = settings.endpoint
+    where = ", ".join(map(in_text, endpoint.url))
+    line = f"{opened.key}.endpoint.url: {settings.model} is served by {endpoint.api} at {where}: {', '.join(parts)}"
+    if endpoint.token_env is not None and any(url.startswith("http:") for url in endpoint.url):
         line += "; its token is sent unencrypted, as the address is not https"
     return line

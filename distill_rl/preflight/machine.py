@@ -43,36 +43,34 @@ _VLLM_DEADLINE_S = 600.0
 
 def extra_problems(config: Config) -> Iterator[str]:
     """Yields settings that need a package of an extra that is not installed on this machine, one line each."""
-    needs_dashboard = config.ray.dashboard and config.ray.address is None
-    extras = {
-        "student.quantization": (
-            config.student.quantization is not None,
-            str(config.student.quantization),
-            "torchao",
-            "quantization",
+    student, observe, evaluate = config.student, config.observe, config.evaluate
+    needed: list[tuple[str, str | bool | None, str, str]] = [  # (setting, its value if it needs one, package, extra)
+        ("student.quantization", student.quantization, "torchao", "quantization"),
+        ("student.kernels", student.kernels == "liger" and student.kernels, "liger_kernel", "liger"),
+        ("loss.backend", config.loss.backend == "triton" and "triton", "triton", "triton"),
+        ("observe.wandb", observe.wandb and "true", "wandb", "wandb"),
+        ("observe.mlflow", observe.mlflow and "true", "mlflow", "mlflow"),
+        ("ray.dashboard", config.ray.dashboard and config.ray.address is None and "true", "aiohttp_cors", "dashboard"),
+        (
+            "evaluate.backend",
+            bool(evaluate.suites and evaluate.engine) and evaluate.backend,
+            evaluate.backend,
+            evaluate.backend,
         ),
-        "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
-        "loss.backend": (config.loss.backend == "triton", "triton", "triton", "triton"),
-        "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),
-        "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
-        "ray.dashboard": (needs_dashboard, "true", "aiohttp_cors", "dashboard"),
-        "evaluate.backend": (config.evaluate.suites and config.evaluate.backend == "vllm", "vllm", "vllm", "vllm"),
-    }
-    extras |= {
-        f"teachers.{i}.backend": (teacher.backend == "vllm", "vllm", "vllm", "vllm")
-        for i, teacher in enumerate(config.running_teachers)
-    }
-    extras |= {
-        f"teachers.{i}.quantization": (
-            teacher.runs_model and teacher.quantization not in (None, AS_STORED),
-            str(teacher.quantization),
-            "torchao",
-            "quantization",
-        )
-        for i, teacher in enumerate(config.running_teachers)
-    }
-    for key, (wanted, value, package, extra) in extras.items():
-        if wanted and not installed(package):
+    ]
+    for i, teacher in enumerate(config.running_teachers):
+        package, made_here = teacher.origin.package, teacher.quantization not in (None, AS_STORED)
+        needed += [
+            (f"teachers.{i}.backend", package, package, package),
+            (
+                f"teachers.{i}.quantization",
+                made_here and teacher.origin.runs_model and teacher.quantization,
+                "torchao",
+                "quantization",
+            ),
+        ]
+    for key, value, package, extra in needed:
+        if value and not installed(package):
             rule, remedy = f"needs {package}, which is not installed", install_extra(extra)
             yield problem(key, rule, value, remedy)
 
@@ -145,7 +143,9 @@ def head_problems(config: Config, teachers: Sequence[OpenedModel], gpus: int) ->
         teachers: the running ones.
         gpus: number visible on this machine.
     """
-    heads = {opened.key: head_size(opened.config) for opened in teachers if opened.in_vllm and opened.config}
+    heads = {
+        opened.key: head_size(opened.config) for opened in teachers if opened.settings.origin.engine and opened.config
+    }
     if not heads or gpus or config.ray.address is not None or not installed("vllm"):
         return
     sizes = call_in_child("teachers[].backend", _head_sizes, deadline_s=_VLLM_DEADLINE_S)
@@ -201,7 +201,7 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     share = shared_by_engines(config)
     if share >= 1 and config.student.parallel.dp:
         rule = "engines of vLLM that share GPUs with the student must leave it some of them"
-        yield problem("teachers[].gpu_share", rule, f"{share:g} together", "lower it")
+        yield problem("teachers[].vllm.gpu_share", rule, f"{share:g} together", "lower it")
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from distill_rl.config.facts import row_width, width_multiple
 from distill_rl.config.quantization import AS_STORED
@@ -71,23 +72,23 @@ def fit_problems(run: OpenedRun, *, gpus: int) -> Iterator[str]:
         if model.config is None:
             continue
         yield from width_problems(config, model, gpus=gpus)
-        tp, backend = model.settings.parallel.tp, "vllm" if model.in_vllm else "hf"
+        tp, origin = model.settings.parallel.tp, model.settings.origin
         if tp > 0:
-            lines = split_problems(model.config, tp, backend=backend, setting="parallel.tp")
+            lines = split_problems(model.config, tp, backend=origin.package or "hf", setting="parallel.tp")
             yield from (f"{model.key}.parallel.tp: {text}" for text in lines)
             sp = model.settings.parallel.sp
-            if sp > 0 and not model.in_vllm:
+            if sp > 0 and not origin.engine:
                 yield from sequence_parallel_problems(model.config, sp, tp, f"{model.key}.parallel.sp")
                 yield from spread_problems(model.config, f"{model.key}.parallel.sp") if sp > 1 else ()
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
             lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")
             yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
-        if evaluate.suites and evaluate.backend == "vllm" and (model.key == "student" or evaluate.teachers):
+        if evaluate.suites and evaluate.engine and (model.key == "student" or evaluate.teachers):
             limit = length_limit(model.config)
             if limit is not None and limit.kind == "dynamic":
-                rule = engine_length_problem(model.config, "vLLM", limit.length, limit.length)
-                yield problem("evaluate.backend", f"{model.name}: {rule}", "vllm", "set evaluate.backend=hf")
+                rule = engine_length_problem(model.config, evaluate.engine, limit.length, limit.length)
+                yield problem("evaluate.backend", f"{model.name}: {rule}", evaluate.backend, "set evaluate.backend=hf")
         if model.key == "student" and config.loss.fused == "on":
             yield from fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size
@@ -109,7 +110,7 @@ def attention_problems(config: Config, models: Sequence[OpenedModel], *, gpus: i
     for model in models:
         key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
         remedy = f"set {key}=auto"
-        if model.in_vllm:
+        if model.settings.origin.engine:
             continue
         if model.config is not None and model.settings.parallel.sp == 1 and attention not in ("auto", "varlen"):
             for rule in lacks(attention, model.config):
@@ -141,7 +142,7 @@ def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator
     """Yields at most one problem: a model has too few positions for `data.max_length`, or for such rows when padded.
 
     The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
-    family that is not tested. vLLM never sees padding. A model that states no number of positions has no problem.
+    family that is not tested. An engine never sees padding. A model that states no number of positions has no problem.
 
     Args:
         gpus: number of GPUs; the padded width differs with and without.
@@ -155,10 +156,12 @@ def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator
         rule = f"must not exceed the {positions} positions of {model.name}"
         yield problem(setting, rule, longest, f"use {positions} or less")
         return
-    if model.in_vllm:
-        if broken := engine_length_problem(model.config, "vLLM", longest, longest + 1):
+    if engine := model.settings.origin.engine:
+        if broken := engine_length_problem(model.config, engine, longest, longest + 1):
             usable = f"use {setting}={limit.length - 1}, or " if limit is not None and limit.kind == "longrope" else ""
-            yield problem(f"{model.key}.backend", broken, "vllm", f"{usable}set {model.key}.backend=hf")
+            yield problem(
+                f"{model.key}.backend", broken, model.settings.origin.package, f"{usable}set {model.key}.backend=hf"
+            )
         return
     family, on_gpu = family_of(model.config), gpus > 0
     divisor = config.width_divisor
@@ -182,7 +185,7 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
     keep apart, and tensors that are missing, left over, of another shape, or tied and yet different. A Llama-like model whose tensors are
-    plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
+    plainly whole is not asked, because importing its class takes seconds. Nor is one that an engine runs, with its own class, or one
     whose weights are quantised, which only the quantiser can compare; but the rows of that must not be too long either.
 
     Args:
@@ -190,7 +193,7 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
     """
     packing, findings = config.data.packing, RunFindings()
     for model in models:
-        if model.config is None or model.in_vllm:
+        if model.config is None or model.settings.origin.engine:
             continue
         limit = packed_limit(model.config) if packing else None
         setting, longest = _longest_row(config, model)
@@ -220,14 +223,14 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
             rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
         attention = _implementation(model, packing=packing, gpus=gpus)
-        known = packing and not kinds  # of these layers the line above says it
         lines = findings.attempt(
             f"{model.key}.model",
-            lambda model=model, attention=attention, known=known, shapes=shapes: examine(  # type: ignore[misc]
+            partial(
+                examine,
                 model.key,
                 model.folder,
                 attention=attention,
-                packing=known,
+                packing=packing and not kinds,  # of these layers the line above says it
                 weights=bool(shapes),
                 automatic=model.settings.attention == "auto",
             ),
@@ -240,7 +243,7 @@ def packing_notes(config: Config, models: Sequence[OpenedModel]) -> Iterator[str
     """Yields at most one line: families of which only a worker finds out that they keep packed documents apart."""
     if not config.data.packing:
         return
-    packed = [model.config for model in models if model.config and not model.in_vllm]
+    packed = [model.config for model in models if model.config and not model.settings.origin.engine]
     types = [config.model_type for config in packed if not family_of(config).proven]
     if types:
         yield (
@@ -279,7 +282,7 @@ def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator
     """
     for opened in teachers:
         settings, key = opened.settings, f"{opened.key}.quantization"
-        if settings.quantization != AS_STORED or not settings.runs_model or opened.config is None:
+        if settings.quantization != AS_STORED or not settings.origin.runs_model or opened.config is None:
             continue
         assert opened.folder is not None
         rule = as_stored_problem(opened.config, opened.folder, tp=1)

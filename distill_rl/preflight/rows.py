@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -21,21 +21,6 @@ from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
 """Characters of a value that is shown as an example."""
-
-
-@dataclass
-class _LeftOut:
-    """What one template leaves out of the sample."""
-
-    rows: dict[ChatPart, list[int]] = field(default_factory=dict)
-    examples: dict[ChatPart, str] = field(default_factory=dict)
-
-    def add(self, parts: Sequence[ChatPart], row: Mapping[str, Any]) -> None:
-        """Counts the parts that are left out of a row."""
-        for part in parts:
-            self.rows.setdefault(part, []).append(row["row"])
-            if part not in self.examples:
-                self.examples[part] = _example(part, row)
 
 
 def check_chats(
@@ -91,21 +76,19 @@ def _render_all(
     findings: RunFindings,
 ) -> list[str] | None:
     """The rows as one model's chat template writes them; None if it does not accept one of them, which ends the check."""
-    coverage, left, texts = TemplateCoverage(model.tokenizer, whose), _LeftOut(), []
+    coverage, texts = TemplateCoverage(model.tokenizer, whose), []
+    left_out: dict[ChatPart, list[Mapping[str, Any]]] = {}
+    render = partial(render_document, model.tokenizer, roles=roles or (), whose=whose, text_only=roles is None)
     for row in rows:
-        rendered = findings.attempt(
-            key,
-            lambda row=row: render_document(
-                model.tokenizer, row, roles=roles or (), whose=whose, text_only=roles is None
-            ),  # type: ignore[misc]
-        )
+        rendered = findings.attempt(key, partial(render, row))
         if rendered is None:
             return None
         texts.append(rendered.text)
-        left.add(coverage.left_out(row, rendered.written), row)
-    for part, where in left.rows.items():
+        for part in coverage.left_out(row, rendered.written):
+            left_out.setdefault(part, []).append(row)
+    for part, where in left_out.items():
         what = f"the chat template of {whose} leaves out {part} in {len(where)} of {len(rows)} rows"
-        example = f"row {where[0]}: {left.examples[part]}"
+        example = f"row {where[0]['row']}: {_example(part, where[0])}"
         if part.trained_on and config.data.unrendered == "fail":
             findings.problems.append(problem("data.unrendered", what, example, coverage.remedy(part)))
         else:

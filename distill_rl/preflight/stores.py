@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from unicodedata import is_normalized
 
 from distill_rl.config.derive import sizes, total_steps
 from distill_rl.config.facts import Facts
-from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.document_aligner import (
     CrossTokenizerTeacher,
@@ -48,32 +47,29 @@ def store_problems(run: OpenedRun, findings: RunFindings) -> None:
     for teacher in run.teachers:
         if teacher.store is not None:
             findings.problems += _problems(run.config, teacher.key, teacher.settings, teacher.store)
-            findings.notes += _notes(f"{teacher.key}.store", teacher.store)
-
-
-def _notes(key: str, store: Store) -> Iterator[str]:
-    if note := unmarked(store.shards):
-        yield f"{key}: {note}"
+            if note := unmarked(teacher.store.shards):
+                findings.notes.append(f"{teacher.key}.store: {note}")
 
 
 def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -> Iterator[str]:
-    manifest = store.manifest
+    manifest, path = store.manifest, settings.store.path
     yield from (f"{key}.store: {text}" for text in description_problems(store.folder, manifest))
     if settings.export != manifest.kind:
         remedy = f"set {key}.export={manifest.kind} and a loss that works with it, or run the teacher (backend=hf)"
         yield problem(f"{key}.export", f"the store holds {manifest.kind}", settings.export, remedy)
     if manifest.kind == "topk" and config.loss.top_k > manifest.entries:
         remedy = f"use {manifest.entries} or less, or capture again"
-        yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store}",
-                      config.loss.top_k, remedy)  # fmt: skip
+        yield problem(
+            "loss.top_k", f"must not exceed the {manifest.entries} entries of {path}", config.loss.top_k, remedy
+        )
     if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
         remedy = f"set loss.draws={manifest.entries}, or capture again"
-        yield problem("loss.draws", f"must be that of {settings.store}, {manifest.entries}", config.loss.draws, remedy)
+        yield problem("loss.draws", f"must be that of {path}, {manifest.entries}", config.loss.draws, remedy)
     if config.loss.temperature != manifest.temperature:
-        rule = f"must be that of {settings.store}, {manifest.temperature:g}: log-probs cannot be taken to another one"
+        rule = f"must be that of {path}, {manifest.temperature:g}: log-probs cannot be taken to another one"
         remedy = f"set loss.temperature={manifest.temperature:g}, or capture again"
         yield problem("loss.temperature", rule, config.loss.temperature, remedy)
-    if settings.model != teacher_folder(settings.store or ""):
+    if settings.model != settings.store.teacher_folder:
         yield from _model_problems(key, settings, manifest)
 
 
@@ -87,7 +83,7 @@ def _model_problems(key: str, settings: TeacherConfig, manifest: Manifest) -> It
         folder = found_in_cache
     found = findings.attempt(key, lambda: teacher_identity(settings, folder))
     if found is not None and found != manifest.weights:
-        rule = f"must be the model of {settings.store} ({manifest.model}, weights {short(manifest.weights)})"
+        rule = f"must be the model of {settings.store.path} ({manifest.model}, weights {short(manifest.weights)})"
         remedy = "leave it out, name the same revision and quantization, or capture again"
         yield problem(f"{key}.model", rule, f"{settings.model}, weights {short(found)}", remedy)
 
@@ -143,7 +139,8 @@ def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captu
             rule = "one store holds the targets of one teacher, taken in one way"
             remedy = "name another folder, or take the targets as before"
             yield problem(key, rule, f"{settings.cache} ({'; '.join(differences)})", remedy)
-        findings.notes += _notes(f"{opened.key}.cache", store)
+        if note := unmarked(store.shards):
+            findings.notes.append(f"{opened.key}.cache: {note}")
 
 
 def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:
@@ -175,13 +172,13 @@ def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[s
             yield problem(f"teachers.{i}.cache", rule, teacher.cache, remedy)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MissingDocuments:
     """The documents of a run that a store does not have."""
 
-    count: int
-    checked: int
-    examples: tuple[str, ...]
+    count: int = 0
+    checked: int = 0
+    examples: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         share = 100 * self.count / max(self.checked, 1)
@@ -215,18 +212,16 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
         if not missing.count:
             continue
         opened = run.teachers[i]
-        settings = opened.settings
+        key, settings = f"{opened.key}.store", opened.settings.store
         if settings.missing == "fail":
-            remedy = f"capture them, or set {opened.key}.missing to skip or live"
-            rule = f"{settings.store} must have all documents of the run"
-            findings.problems.append(
-                problem(f"{opened.key}.missing", rule, f"{settings.missing}, and it lacks {missing}", remedy)
-            )
-        elif settings.missing == "skip" and missing.count == missing.checked:
-            rule = f"{settings.store} has none of the documents of the run"
-            findings.problems.append(problem(f"{opened.key}.store", rule, None, "is it the store of other data?"))
+            remedy = f"capture them, or set {key}.missing to skip or live"
+            rule = f"{settings.path} must have all documents of the run"
+            findings.problems.append(problem(f"{key}.missing", rule, f"fail, and it lacks {missing}", remedy))
+        elif settings.skips_missing and missing.count == missing.checked:
+            rule = f"{settings.path} has none of the documents of the run"
+            findings.problems.append(problem(key, rule, None, "is it the store of other data?"))
         else:
-            does = "are skipped" if settings.missing == "skip" else "are computed by the teacher"
+            does = "are skipped" if settings.skips_missing else "are computed by the teacher"
             findings.notes.append(f"{opened.key}: the store lacks {missing}; they {does}")
 
 
@@ -286,8 +281,7 @@ def _look_up(
     # 2. So are all others, but those that every store has whole under their name. If that was wrong for one of the
     #    first (a tokenizer that ends texts in another token, for example), it counts for none.
     pieces_of = _divider(run, StoredTargets(frozenset(stores)))
-    counts, examples = dict.fromkeys(stores, 0), {i: list[str]() for i in stores}
-    looked_up, checked = dict.fromkeys(stores, 0), 0
+    found, checked = {i: MissingDocuments() for i in stores}, 0
     names_tell, said = True, time.monotonic()
     for document, word in documents:
         if time.monotonic() >= said + _SAY_EVERY_S:
@@ -296,7 +290,7 @@ def _look_up(
         checked += 1
         needed = {i: store for i, store in stores.items() if asked(weights_of(document), i)}
         for i in needed:
-            looked_up[i] += 1
+            found[i].checked += 1
         known = _is_known(document, needed.values())
         if known and names_tell and checked > _SURELY:
             continue
@@ -306,10 +300,10 @@ def _look_up(
         ]
         names_tell = names_tell and not (known and lacking)
         for i in lacking:
-            counts[i] += 1
-            if len(examples[i]) < SHOWN:
-                examples[i].append(f"{word} {row_of(document)}")
-    return {i: MissingDocuments(counts[i], looked_up[i], tuple(examples[i])) for i in stores}
+            found[i].count += 1
+            if len(found[i].examples) < SHOWN:
+                found[i].examples.append(f"{word} {row_of(document)}")
+    return found
 
 
 def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:

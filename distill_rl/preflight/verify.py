@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -215,27 +215,23 @@ def take_chunks(alignments: Sequence[Alignment]) -> Sample:
         ValueError: no chunk in any of the alignments.
     """
     missing = dict.fromkeys(COUNTS, CHUNKS_OF_A_KIND)
-    kinds: list[str] = []
-    student_chunks: list[np.ndarray] = []
-    teacher_chunks: list[np.ndarray] = []
-    for alignment in alignments:
-        for kind, student, teacher in _chunks_of(alignment):
-            if missing[kind]:
-                missing[kind] -= 1
-                kinds.append(kind)
-                student_chunks.append(student)
-                teacher_chunks.append(teacher)
+    found: list[tuple[str, np.ndarray, np.ndarray]] = []
+    for chunk in chain.from_iterable(map(_chunks_of, alignments)):
+        if missing[chunk[0]]:
+            missing[chunk[0]] -= 1
+            found.append(chunk)
         if not any(missing.values()):
             break
-    if not kinds:
+    if not found:
         raise ValueError("the texts must have a chunk that both tokenizers share; there is none; give other texts")
+    kinds, *both = zip(*found)
     sides = []
-    for chunks in (student_chunks, teacher_chunks):
+    for chunks in both:
         chunk_of_row = [i for i, tokens in enumerate(chunks) for _ in tokens]
         labels = [*np.concatenate(chunks), chunks[0][0], IGNORED]
         sides.append((torch.tensor([*chunk_of_row, -1, -1]), torch.tensor(labels).long()))
     (student_rows, student_labels), (teacher_rows, teacher_labels) = sides
-    return Sample(Chunks(student_rows, teacher_rows, len(kinds)), student_labels, teacher_labels, tuple(kinds))
+    return Sample(Chunks(student_rows, teacher_rows, len(kinds)), student_labels, teacher_labels, kinds)
 
 
 def _chunks_of(alignment: Alignment) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

@@ -203,7 +203,7 @@ def manifest_of(
         on_gpu: whether the run uses GPUs, which decides `wire_dtype: auto`.
         captures: whether `capture.format` counts; a cache is exact.
     """
-    served = teacher.backend == "endpoint"
+    served = teacher.origin.is_served
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
@@ -243,7 +243,7 @@ def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
             captures=captures,
         )
         sources = [resolve(*described_by(teacher))]
-        if teacher.tokenizer is not None and teacher.backend != "endpoint":
+        if teacher.tokenizer is not None and not teacher.origin.is_served:
             sources.append(resolve(teacher.tokenizer))
         make_store(Path(teacher.cache), manifest, sources)
 

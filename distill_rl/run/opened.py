@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.config import rules
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
-from distill_rl.config.paths import described_by, teacher_folder
-from distill_rl.config.rules import validate
+from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.data.batch.collate import BatchPlan, pad_id
@@ -123,11 +123,6 @@ class OpenedModel:
     """Added tokens of the tokenizer for which the model has no embedding row, and which no text may contain."""
     stops: tuple[int, ...] = ()
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
-
-    @property
-    def in_vllm(self) -> bool:
-        """Whether vLLM runs the model."""
-        return self.settings.in_vllm
 
     @property
     def runs(self) -> bool:
@@ -268,24 +263,20 @@ class OpenedTeacher(OpenedModel):
     """That it is read from."""
 
     @property
-    def is_served(self) -> bool:
-        return self.settings.backend == "endpoint"
-
-    @property
     def runs(self) -> bool:
-        return self.settings.runs_model
+        return self.settings.origin.runs_model
 
     @property
     def has_config(self) -> bool:
         # A store that was filled by a server has a tokenizer alone.
         if self.store is not None and not (self.store.folder / TEACHER / "config.json").is_file():
             return False
-        return not self.is_served
+        return not self.settings.origin.is_served
 
     @property
     def needs_weights(self) -> bool:
         # The model may be a store's, which describes it alone.
-        return self.runs and self.settings.model != teacher_folder(self.settings.store or "")
+        return self.runs and self.settings.model != self.settings.store.teacher_folder
 
     @property
     def cross_tokenizer_loss(self) -> str | None:
@@ -300,10 +291,10 @@ class OpenedTeacher(OpenedModel):
     @property
     def identity(self) -> str:
         """What makes the targets: the hash of the weights or, if the model does not run here, what its store or name says."""
-        if self.is_served:
+        if self.settings.origin.is_served:
             return served_identity(self.settings)
-        if self.settings.only_reads:
-            store = Path(self.settings.store or "")
+        if self.settings.origin.only_reads:
+            store = Path(self.settings.store.path or "")
             return (read_manifest(store) if self.store is None else self.store.manifest).weights
         assert self.folder is not None
         return model_files.teacher_identity(self.settings, self.folder)
@@ -355,7 +346,7 @@ class OpenedRun:
     @cached_property
     def rules(self) -> list[str]:
         """What the configuration's own rules have against it, one line each."""
-        return [*validate.problems(self.config)]
+        return [*rules.problems(self.config)]
 
     @property
     def num_ids(self) -> int | None:
@@ -404,14 +395,14 @@ class OpenedRun:
     def open_stores(self, findings: RunFindings) -> None:
         """Opens the stores that teachers are read from. What fails is added to the findings."""
         for teacher in self.teachers:
-            if teacher.settings.backend == "store" and teacher.settings.store:
-                teacher.store = findings.attempt(f"{teacher.key}.store", partial(Store, Path(teacher.settings.store)))
+            if folder := teacher.settings.origin.folder:
+                teacher.store = findings.attempt(f"{teacher.key}.store", partial(Store, Path(folder)))
 
     def open_models(self, findings: RunFindings) -> None:
         """Opens the models, after the stores, in which a teacher may be described. What fails is added to the findings."""
         self.student.open(findings)
         for teacher in self.teachers:
-            if teacher.settings.backend != "store" or teacher.store is not None:
+            if not teacher.settings.origin.is_store or teacher.store is not None:
                 teacher.open(findings)
 
     def open_data(self, findings: RunFindings, cache: Cache) -> None:

@@ -316,7 +316,7 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     """Estimated bytes of GPU memory of each rank, by name; None if nothing could share a GPU with them."""
-    engines = any(teacher.backend == "vllm" for teacher in job.config.teachers)
+    engines = any(teacher.origin.engine for teacher in job.config.teachers)
     if not (gpus and (job.config.evaluate.suites or engines)):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}

@@ -97,7 +97,7 @@ def served_identity(teacher: TeacherConfig) -> str:
 
     It does not tell two models apart that are served under one name.
     """
-    return f"{SERVED} as {teacher.model} by {teacher.api}"
+    return f"{SERVED} as {teacher.model} by {teacher.endpoint.api}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -30,8 +30,8 @@ REMEDIES: dict[Phase, str] = {
     "teacher load": f"raise teachers[].parallel.tp; {_SHARE_LESS}",
     "teacher forward": "lower teachers[].micro_batch_size (or train.micro_batch_size) or data.max_length, or raise "
     "teachers[].parallel.sp",
-    "engine load": f"raise teachers[].parallel.tp or teachers[].gpu_share; {_SHARE_LESS}",
-    "engine step": "lower teachers[].gpu_share, which leaves more memory beside vLLM's engine",
+    "engine load": f"raise teachers[].parallel.tp or teachers[].vllm.gpu_share; {_SHARE_LESS}",
+    "engine step": "lower teachers[].vllm.gpu_share, which leaves more memory beside vLLM's engine",
     "transport ring": "lower prefetch.depth, prefetch.slots or loss.top_k, or set transport=object_store",
     "comparison": "lower teachers[].micro_batch_size, or hide the GPU, for instance with CUDA_VISIBLE_DEVICES=, to compare on the CPU",
     "evaluation": "lower evaluate.batch_size (--batch-size), or raise evaluate.gpu_share",

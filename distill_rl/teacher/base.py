@@ -95,13 +95,14 @@ def token_of(teacher: TeacherConfig) -> str | None:
     Raises:
         ConfigError: the variable that `token_env` names is not set, or holds what cannot be sent.
     """
-    if teacher.token_env is None:
+    token_env = teacher.endpoint.token_env
+    if token_env is None:
         return None
-    token = os.environ.get(teacher.token_env, "").strip()
+    token = os.environ.get(token_env, "").strip()
     what = f"teacher {teacher.name}"
     if not token:
-        raise ConfigError(what, f"needs its server's token in {teacher.token_env} (token_env)", "nothing", "export it")
+        raise ConfigError(what, f"needs its server's token in {token_env} (token_env)", "nothing", "export it")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        rule = f"the token in {teacher.token_env} must be printable characters without spaces"
+        rule = f"the token in {token_env} must be printable characters without spaces"
         raise ConfigError(what, rule, "others", "export it again")
     return token

@@ -98,7 +98,7 @@ def build_teacher(
 
     Args:
         gpu_share, threads: as of `VllmScorer`.
-        token: of the teacher's server; None: that of the environment, if `teachers[].token_env` is set.
+        token: of the teacher's server; None: that of the environment, if `teachers[].endpoint.token_env` is set.
 
     Raises:
         ConfigError: as for `TeacherEngine` or `VllmScorer`, or a server's address cannot be used.
@@ -110,17 +110,17 @@ def build_teacher(
         from distill_rl.teacher.vllm import VllmScorer
 
         scorer = VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads)
-    elif teacher.backend == "endpoint":
+    elif teacher.origin.is_served:
         from distill_rl.teacher.endpoint import EndpointScorer
 
         scorer = EndpointScorer(teacher, token_of(teacher) if token is None else token)
     backend: TeacherBackend | None = None
     if scorer is not None:
         backend = ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
-    elif not teacher.only_reads:
+    elif not teacher.origin.only_reads:
         backend = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     if teacher.targets_store is not None:
-        store, writes = Store(Path(teacher.targets_store)), teacher.backend != "store" and world.reports
+        store, writes = Store(Path(teacher.targets_store)), not teacher.origin.is_store and world.reports
         writer = StoreWriter(store, write_every_s=config.capture.write_every_s) if writes else None
         backend = StoredTeacher(config, teacher, world, store, backend, writer)
     assert backend is not None

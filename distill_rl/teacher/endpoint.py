@@ -163,7 +163,7 @@ class Client:
         self, teacher: TeacherConfig, token: str | None = None, verify: Callable[[Server], object] | None = None
     ):
         self.teacher, self.token, self.verify = teacher, token, verify
-        self.servers = [self._server(url.rstrip("/")) for url in teacher.url]
+        self.servers = [self._server(url.rstrip("/")) for url in teacher.endpoint.url]
         self._free = threading.Condition()
         self._closed = False
         self._turn = 0
@@ -179,9 +179,9 @@ class Client:
         # Neither proxies of the environment nor redirects are followed: the token goes to the named host only.
         options: dict[str, Any] = {"retries": urllib3.Retry(0, redirect=0, raise_on_redirect=False)}
         if secure:
-            options |= {"cert_reqs": "CERT_REQUIRED", "ca_certs": self.teacher.ca_file}
+            options |= {"cert_reqs": "CERT_REQUIRED", "ca_certs": self.teacher.endpoint.ca_file}
         try:
-            pool = kind(parts.hostname or "", parts.port, maxsize=self.teacher.concurrency, **options)
+            pool = kind(parts.hostname or "", parts.port, maxsize=self.teacher.endpoint.concurrency, **options)
             pool.ConnectionCls = _TlsConnection if secure else _Connection
         except (LocationParseError, ValueError) as error:
             raise ConfigError(
@@ -206,7 +206,7 @@ class Client:
         began = time.monotonic()
         errors, last = 0, ""
         while True:
-            with self._taken(began + self.teacher.retry_s, last) as server:
+            with self._taken(began + self.teacher.endpoint.retry_s, last) as server:
                 try:
                     if self.verify is not None and not server.verified:
                         self.verify(server)
@@ -266,7 +266,7 @@ class Client:
         open_ = [
             (server.in_flight, (i - self._turn) % count, server)
             for i, server in enumerate(self.servers)
-            if (server.in_flight < self.teacher.concurrency if not server.failures else not server.in_flight)
+            if (server.in_flight < self.teacher.endpoint.concurrency if not server.failures else not server.in_flight)
             and server.down_until <= now
         ]
         return min(open_, key=lambda entry: entry[:2])[2] if open_ else None
@@ -292,7 +292,7 @@ class Client:
 
     def _no_answer(self, last: str) -> WorkerError:
         """What ends a request that no server answers."""
-        rule = f"a server must answer within teachers[].retry_s={self.teacher.retry_s:g}"
+        rule = f"a server must answer within teachers[].endpoint.retry_s={self.teacher.endpoint.retry_s:g}"
         return WorkerError(f"teacher {self.teacher.name}", rule, self._clean(last), "see the server's log")
 
     def exchange(self, server: Server, method: str, path: str, body: bytes | None = None, *, limit: int) -> bytes:
@@ -305,7 +305,8 @@ class Client:
         """
         headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
         timeout = urllib3.Timeout(
-            total=self.teacher.request_timeout_s, connect=min(CONNECT_S, self.teacher.request_timeout_s)
+            total=self.teacher.endpoint.request_timeout_s,
+            connect=min(CONNECT_S, self.teacher.endpoint.request_timeout_s),
         )
         try:
             response = server.pool.urlopen(
@@ -325,7 +326,7 @@ class Client:
         if 300 <= response.status < 400:
             text, remedy = "a redirect, which is not followed", "name the address that it leads to"
         elif response.status in (401, 403):
-            remedy = "name the variable with its token in teachers[].token_env"
+            remedy = "name the variable with its token in teachers[].endpoint.token_env"
         elif response.status == 404:
             remedy = "see teachers[].model, url and api"
         refused = Refused(
@@ -343,7 +344,7 @@ class Client:
                 if len(body) > limit:
                     rule = f"an answer may have {limit:,} bytes"
                     raise WorkerError(
-                        f"teacher {self.teacher.name}, {server.shown}", rule, "more", "see teachers[].api"
+                        f"teacher {self.teacher.name}, {server.shown}", rule, "more", "see teachers[].endpoint.api"
                     )
         except BaseException:
             response.close()
@@ -355,7 +356,7 @@ class Client:
         """A failure in words, without the repr of connections."""
         inner: BaseException = getattr(error, "reason", None) or error
         if isinstance(inner, ReadTimeoutError):
-            return f"no complete answer within {self.teacher.request_timeout_s:g} s (teachers[].request_timeout_s)"
+            return f"no complete answer within {self.teacher.endpoint.request_timeout_s:g} s (teachers[].endpoint.request_timeout_s)"
         text = first_line(inner) if isinstance(inner, BaseException) else str(inner)
         return self._clean(text.split("): ")[-1] if "object at 0x" in text else text)
 
@@ -502,7 +503,9 @@ def require_model(expected: str, found: str) -> None:
 
 def _other_tokens(position: int) -> WrongAnswer:
     rule = "must score the tokens that it was sent"
-    return WrongAnswer("the server", rule, f"another one at position {position}", "see teachers[].api and tokenizer")
+    return WrongAnswer(
+        "the server", rule, f"another one at position {position}", "see teachers[].endpoint.api and tokenizer"
+    )
 
 
 def _require_logprobs(values: np.ndarray) -> None:
@@ -669,7 +672,7 @@ class OpenAi:
 
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "openai": OpenAi()}
-"""By `teachers[].api`."""
+"""By `teachers[].endpoint.api`."""
 
 
 class ModelCard(msgspec.Struct):
@@ -693,7 +696,9 @@ def models_of(body: bytes) -> list[ModelCard]:
     try:
         return msgspec.json.decode(body, type=_Models).data
     except msgspec.MsgspecError as error:
-        raise WrongAnswer("/v1/models", "must list the server's models", str(error), "see teachers[].url") from None
+        raise WrongAnswer(
+            "/v1/models", "must list the server's models", str(error), "see teachers[].endpoint.url"
+        ) from None
 
 
 def _decoded(kind: Any, body: bytes) -> Any:
@@ -704,7 +709,7 @@ def _decoded(kind: Any, body: bytes) -> Any:
         text = str(error)
         if "logprob" in text and "got `null`" in text and "Expected `float`" in text:
             raise _not_a_number("null") from None
-        remedy = "see teachers[].api; an older server may lack what is needed"
+        remedy = "see teachers[].endpoint.api; an older server may lack what is needed"
         raise WrongAnswer("the server", "answers in another form", text, remedy) from None
     except msgspec.MsgspecError as error:
         if found := _NO_NUMBER.search(body):
@@ -776,8 +781,8 @@ class EndpointScorer:
     """
 
     def __init__(self, teacher: TeacherConfig, token: str | None):
-        assert teacher.api is not None
-        self._teacher, self._dialect = teacher, DIALECTS[teacher.api]
+        assert teacher.endpoint.api is not None
+        self._teacher, self._dialect = teacher, DIALECTS[teacher.endpoint.api]
         self.client = Client(teacher, token, verify=self.card)
         self._pool: ThreadPool | None = None
 
@@ -785,13 +790,13 @@ class EndpointScorer:
         """As of `PromptScorer`; answers come in the order in which the servers give them.
 
         Raises:
-            WorkerError: no server answers within `teachers[].retry_s`, one refuses, or an answer is wrong.
+            WorkerError: no server answers within `teachers[].endpoint.retry_s`, one refuses, or an answer is wrong.
             NumericsError: an answer has log-probs that are none.
         """
         if not self._dialect.names_model:  # another one may have been started since the last batch
             self.client.verify_again()
         if self._pool is None:
-            self._pool = ThreadPool(self._teacher.concurrency * len(self._teacher.url))
+            self._pool = ThreadPool(self._teacher.endpoint.concurrency * len(self._teacher.endpoint.url))
         abandoned = threading.Event()
 
         def ask(index: int) -> tuple[int, Scores]:
@@ -921,12 +926,12 @@ def probe(
         length: most tokens of a prompt of the run.
     """
     limited = replace(
-        teacher,
-        request_timeout_s=min(teacher.request_timeout_s, _REQUEST_S),
-        retry_s=min(teacher.retry_s, _RETRY_S),
+        teacher.endpoint,
+        request_timeout_s=min(teacher.endpoint.request_timeout_s, _REQUEST_S),
+        retry_s=min(teacher.endpoint.retry_s, _RETRY_S),
     )
     probed = Probed()
-    scorer = EndpointScorer(limited, token)
+    scorer = EndpointScorer(replace(teacher, endpoint=limited), token)
     try:
         for server in scorer.client.servers:
             card = _attempt(key, server, probed, lambda server=server: _repeated(lambda: scorer.card(server)))  # type: ignore[misc]
@@ -954,9 +959,9 @@ def _attempt(key: str, server: Server, probed: Probed, ask):  # type: ignore[no-
         return ask()
     except Down as error:
         remedy = "start the server, or correct the address"
-        probed.problems.append(problem(f"{key}.url", f"{server.shown} must answer", str(error), remedy))
+        probed.problems.append(problem(f"{key}.endpoint.url", f"{server.shown} must answer", str(error), remedy))
     except Refused as error:
-        what = {401: "token_env", 403: "token_env", 404: "model"}.get(error.status, "url")
+        what = {401: "endpoint.token_env", 403: "endpoint.token_env", 404: "model"}.get(error.status, "endpoint.url")
         rule = f"{server.shown} answers with status {error.status}"
         probed.problems.append(problem(f"{key}.{what}", rule, error.text, error.remedy))
     except DistillError as error:
@@ -983,7 +988,7 @@ def _server_problems(
     if card.max_model_len is not None and card.max_model_len < length + 1:
         rule = f"{server.shown} takes {card.max_model_len:,} tokens, one of which it generates; rows have {length:,}"
         remedy = "lower data.max_length (or teachers[].max_length), or start the server with a longer context"
-        yield problem(f"{key}.url", rule, None, remedy)
+        yield problem(f"{key}.endpoint.url", rule, None, remedy)
         ids = ids[: max(2, card.max_model_len - 1)]
     try:
         plain = _repeated(lambda: scorer.ask(server, ids, k))
@@ -994,22 +999,24 @@ def _server_problems(
         yield _refusal(key, server, error, k)
         return
     except Down as error:
-        yield problem(f"{key}.url", f"{server.shown} must score prompts", str(error), "see the server's log")
+        yield problem(f"{key}.endpoint.url", f"{server.shown} must score prompts", str(error), "see the server's log")
         return
     except NumericsError as error:
-        yield problem(f"{key}.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        yield problem(f"{key}.endpoint.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     except DistillError as error:
-        yield problem(f"{key}.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        yield problem(f"{key}.endpoint.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     change = float(np.abs(plain.next_logprobs - changed.next_logprobs).mean())
     if not change <= _CHANGED:
         rule = f"{server.shown} must give the model's own log-probs; with other sampling parameters they change"
-        yield problem(f"{key}.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts")
+        yield problem(
+            f"{key}.endpoint.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts"
+        )
     mass = np.exp(plain.logprobs.astype(np.float64)).sum(1)
     if (mass > 1 + MASS_TOLERANCE).any():
         rule = f"{server.shown}: the probabilities of the top k must not exceed 1 together"
-        yield problem(f"{key}.url", rule, f"{mass.max():.4f}", "the server may give logits")
+        yield problem(f"{key}.endpoint.url", rule, f"{mass.max():.4f}", "the server may give logits")
 
 
 def _refusal(key: str, server: Server, error: Refused, k: int) -> str:
@@ -1021,7 +1028,7 @@ def _refusal(key: str, server: Server, error: Refused, k: int) -> str:
     if "vocab" in text:
         remedy = "name the tokenizer of the served model"
         return problem(f"{key}.tokenizer", f"{server.shown} does not know its ids: {error.text}", None, remedy)
-    what = "token_env" if error.status in (401, 403) else "url"
+    what = "endpoint.token_env" if error.status in (401, 403) else "endpoint.url"
     return problem(f"{key}.{what}", f"{server.shown} answers with status {error.status}", error.text, error.remedy)
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError
 from distill_rl.losses import (
     DenseLogits,
@@ -291,7 +291,7 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if teacher.backend == "vllm" or not teacher.runs_model:
+        if teacher.origin.engine or not teacher.origin.runs_model:
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher

@@ -1,4 +1,4 @@
-"""A teacher behind a program that scores prompts, such as vLLM: token ids in, log-probabilities of each next token out.
+"""A teacher behind a program that scores prompts: token ids in, log-probabilities of each next token out.
 
 Rows → documents → prompts → top-k targets at the places of the documents:
 
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import NumericsError
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.models.forward import micro_batches

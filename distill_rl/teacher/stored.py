@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distill_rl.config.derive import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import DataError, NumericsError
@@ -258,7 +258,7 @@ class StoredTeacher:
             self.writer.flush()
         found = self.store.find(part.piece, part.tokens)
         if found is None:
-            remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
+            remedy = "see `distill-rl check`; set teachers[].store.missing to skip or live, or capture it"
             raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
         return found
 

@@ -55,7 +55,7 @@ class VllmScorer:
         sizes = {"columns": model.vocab_size, "longest": longest, "top_k": config.loss.top_k}
         further = partial(scoring_arguments, gpu_share=gpu_share, **sizes)
         self._name = teacher.name
-        self._engine = VllmEngine(folder, settings, further, remedy="lower teachers[].gpu_share")
+        self._engine = VllmEngine(folder, settings, further, remedy="lower teachers[].vllm.gpu_share")
 
     def score(self, prompts: Sequence[np.ndarray], k: int) -> Iterator[tuple[int, Scores]]:
         """As of `PromptScorer`. All prompts are queued at once; those left are aborted if the caller stops iterating.

@@ -55,7 +55,7 @@ until ready; do
     sleep "${POLL_S:-5}"
 done
 list="$(IFS=,; echo "${urls[*]}")"
-exec bash "$DISTILL_RL_ROOT/launch/slurm.sbatch" "teachers.0.url=[$list]" "teachers.0.model=$MODEL" \
+exec bash "$DISTILL_RL_ROOT/launch/slurm.sbatch" "teachers.0.endpoint.url=[$list]" "teachers.0.model=$MODEL" \
     "teachers.0.tokenizer=$TOKENIZER" "loss.top_k=$TOP_K" "data.max_length=$MAX_LENGTH" "$@"
 TRAIN
 )"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.system.environment import ROOT
 from tests.bench import memory
 from tests.bench.memory import CASES, EXPERTS, SHAPE, TOLERANCE, configuration

@@ -184,9 +184,9 @@ def test_a_document_that_is_missing_stops_a_run_before_its_start(half, material,
         ended = distill_rl_in_process(command, "-c", config)
         assert ended.code == 2
         (line,) = ended.errors
-        assert "teachers.0.missing" in line
+        assert "teachers.0.store.missing" in line
         assert "the first: row " in line
-        assert "capture them, or set teachers.0.missing to skip or live" in line
+        assert "capture them, or set teachers.0.store.missing to skip or live" in line
         missing, checked = lacking(ended)
         assert 0 < missing < checked == 64 + 8
     assert not (tmp_path / "runs").exists()

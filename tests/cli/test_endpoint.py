@@ -89,7 +89,7 @@ def test_check_says_what_a_server_does(material, tmp_path, api):
         assert ended.code == 0, ended.err
         (line,) = [line for line in ended.out.splitlines() if "is served by" in line]
         assert line.startswith(
-            f"# note       teachers.0.url: {MODEL} is served by {api} at {server.url}: raw log-probs"
+            f"# note       teachers.0.endpoint.url: {MODEL} is served by {api} at {server.url}: raw log-probs"
         )
         assert "a context of 4,096 tokens" in line
         assert "% of the probability in the top k of a sample" in line
@@ -113,7 +113,7 @@ def test_a_context_with_other_frequencies_than_the_rows_need_is_refused(material
         assert ended.code == 0, ended.err
         return
     assert lines_of(ended) == [
-        "teachers.0.url: an inference server has one set of rotary frequencies, with a context of 4,096 tokens that of long "
+        "teachers.0.endpoint.url: an inference server has one set of rotary frequencies, with a context of 4,096 tokens that of long "
         "texts, while texts of up to 1,024 tokens have another one (longrope); start the server with a context of 1024 "
         "tokens and use data.max_length=1023, or serve the teacher with backend hf"
     ]
@@ -146,12 +146,12 @@ def test_all_that_is_wrong_is_said_at_once_before_a_worker_starts(material, tmp_
         ended = distill_rl("train", "-c", config, *overrides, "data.max_length=9000")
         lines = lines_of(ended)
         expected = [
-            (f"teachers.0.url: {nobody} must answer; got ", "refused"),
-            (f"teachers.1.token_env: {server.url} answers with status 401; got Unauthorized",),
+            (f"teachers.0.endpoint.url: {nobody} must answer; got ", "refused"),
+            (f"teachers.1.endpoint.token_env: {server.url} answers with status 401; got Unauthorized",),
             (f"loss.top_k: {server.url} says: Requested prompt logprobs of 16", "max allowed: 8", "--max-logprobs"),
-            ("teachers.2.url: ", "takes 4,096 tokens", "rows have 9,000"),
+            ("teachers.2.endpoint.url: ", "takes 4,096 tokens", "rows have 9,000"),
             ("teachers.3", "must have the student's vocabulary (loss: same); the tokenizers differ"),
-            ("teachers.4.token_env: ", "DISTILL_RL_MISSING_TOKEN"),
+            ("teachers.4.endpoint.token_env: ", "DISTILL_RL_MISSING_TOKEN"),
         ]
         for words in expected:
             assert [line for line in lines if all(word in line for word in words)], (words, lines)

@@ -65,7 +65,9 @@ def test_a_served_teacher_teaches(folder, cluster):
     teacher = folder / ".cache" / "quickstart" / "seed-0" / "teacher"
     settings = (f"train.steps={STEPS}", "schedule.warmup_steps=1", "evaluate.suites=[]")
     with StandIn(model="sorter", vocabulary=vocabulary_size(read_tokenizer(teacher))) as server:
-        ended = distill_rl("train", "-c", file, *settings, f"teachers.0.url={server.url}", cwd=folder, cluster=cluster)
+        ended = distill_rl(
+            "train", "-c", file, *settings, f"teachers.0.endpoint.url={server.url}", cwd=folder, cluster=cluster
+        )
         assert ended.code == 0, ended.err
         assert server.seen.prompts
     assert len(series(folder / "runs" / "endpoint", "train/loss")) == STEPS

@@ -621,7 +621,7 @@ def test_every_flipped_bit_of_a_shard_is_found_or_harmless(calm_short, tmp_path)
 
 def test_a_store_deleted_while_it_is_read_is_harmless(material, calm_short, undisturbed, tmp_path):
     """A run maps the files at its start."""
-    store, steps = tmp_path / "store", ("train.steps=60", "schedule.steps=60", "teachers.0.missing=skip")
+    store, steps = tmp_path / "store", ("train.steps=60", "schedule.steps=60", "teachers.0.store.missing=skip")
     expected = undisturbed(from_store(calm_short.store), *steps)
     shutil.copytree(calm_short.store, store)
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"

@@ -90,7 +90,7 @@ def test_one_server_of_two_may_die_for_good(disturb, expected, server, material,
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("status 503", r"a server must answer within teachers\[\]\.retry_s=2; got .*status 503"),
+        ("status 503", r"a server must answer within teachers\[\]\.endpoint\.retry_s=2; got .*status 503"),
         ("status 404", r"answers with status 404; got the stand-in was told to fail"),
         ("nan", r"log-probs must be numbers; got NaN"),
         ("other-ids", r"must score the tokens that it was sent"),

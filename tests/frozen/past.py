@@ -46,9 +46,17 @@ CORRECTIONS: tuple[Correction, ...] = (
 NEEDED: Mapping[str, tuple[str, ...]] = {"lora": ("data.stops=none",)}
 """Frozen run → the settings with which it goes on since a correction."""
 
-MOVED: Mapping[str, str] = {}
-"""Dotted key in frozen YAMLs → its new spelling, `teachers.0.store` → `teachers.0.targets.store`. Such a key is read with a note
-that names both."""
+SHORT: Mapping[str, str] = {"teachers.0.store": "teachers.0.store.path"}
+"""Dotted key in frozen YAMLs → the setting that it is short for. Such a key is read without a note."""
+MOVED: Mapping[str, str] = {
+    "teachers.0.gpu_share": "teachers.0.vllm.gpu_share",
+    **{
+        f"teachers.0.{name}": f"teachers.0.endpoint.{name}"
+        for name in ("url", "api", "token_env", "ca_file", "concurrency", "request_timeout_s", "retry_s")
+    },
+    "teachers.0.missing": "teachers.0.store.missing",
+}
+"""Dotted key in frozen YAMLs → its new spelling. Such a key is read with a note that names both."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distill_rl.config.load import load_config, read_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.preflight import gather
-from tests.frozen.past import MOVED, Past, reads
+from tests.frozen.past import MOVED, SHORT, Past, reads
 
 
 def settings(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -27,7 +28,9 @@ def settings(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def value_of(config: Any, key: str) -> Any:
-    for part in MOVED.get(key, key).split("."):
+    of_first = re.sub(r"^teachers\.\d+", "teachers.0", key)
+    place = MOVED.get(of_first, SHORT.get(of_first, of_first)).split(".")
+    for part in [*place[:1], *key.split(".")[1:2], *place[2:]]:
         config = config[int(part)] if isinstance(config, list) else getattr(config, part)
     return config
 

@@ -12,8 +12,8 @@ import pytest
 
 import distill_rl
 from distill_rl.commands.evaluate import parse_models
+from distill_rl.config import rules
 from distill_rl.config.load import load_config, read_config
-from distill_rl.config.rules import validate
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -159,7 +159,7 @@ NO_NAMES = [
 def test_names_are_those_of_one_folder_everywhere(config: Config, name: str) -> None:
     config.run.name = name
     config.teachers = [TeacherConfig(name=name, model="x")]
-    lines = validate.problems(config)
+    lines = rules.problems(config)
     for key in ("run.name", "teachers.0.name"):
         assert any(line.startswith(f"{key}: ") and len(line) < 400 for line in lines), lines
     with pytest.raises(ConfigError, match="--model: a name "):
@@ -169,7 +169,7 @@ def test_names_are_those_of_one_folder_everywhere(config: Config, name: str) -> 
 @pytest.mark.parametrize("name", ["kd", "50%j", "a b#1", "~", "null", "2024", "1:30", "ä" * 100])
 def test_other_names_are_allowed(config: Config, name: str) -> None:
     config.run.name = name
-    assert not [line for line in validate.problems(config) if line.startswith("run.name")]
+    assert not [line for line in rules.problems(config) if line.startswith("run.name")]
 
 
 @pytest.mark.parametrize("link", ["", "checkpoints", "export", "logs", "metrics.jsonl", "checkpoints/step-3"])

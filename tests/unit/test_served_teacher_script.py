@@ -96,7 +96,7 @@ def test_two_jobs_find_each_other_and_end_together(slurm):
         finally:
             serving.kill()
     assert (jobs / "trained").read_text().splitlines() == [
-        f"teachers.0.url=[{server.url}]", "teachers.0.model=/models/big", "teachers.0.tokenizer=/models/big",
+        f"teachers.0.endpoint.url=[{server.url}]", "teachers.0.model=/models/big", "teachers.0.tokenizer=/models/big",
         "loss.top_k=64", "data.max_length=4096", "train.steps=9",
     ]  # fmt: skip
     served = (jobs / "srun").read_text()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 from distill_rl.config.schema import TeacherConfig
+from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.teacher.endpoint import EndpointScorer
 from tests.cli.conftest import CONFIG
 from tests.helpers.command import Ended, distill_rl, environment, series, shared_memory_of, until
@@ -157,8 +158,10 @@ def test_log_probs_are_those_of_hf(material, tmp_path, request, family, api):
             url = request.getfixturevalue("llama").url
         else:
             url = stack.enter_context(serving(material / family, tmp_path / "log")).url
-        teacher = TeacherConfig(name="big", model="big", backend="endpoint", url=[url], api=api)
-        scorer = EndpointScorer(replace(teacher, request_timeout_s=300.0), None)
+        teacher = TeacherConfig(
+            name="big", model="big", backend="endpoint", endpoint=EndpointConfig([url], api, request_timeout_s=300.0)
+        )
+        scorer = EndpointScorer(teacher, None)
         stack.callback(scorer.close)
         found = dict(scorer.score(prompts, K))
     for i, prompt in enumerate(prompts):

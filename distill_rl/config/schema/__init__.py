@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal, Optional
 
+from distill_rl.config.schema.backends import VllmConfig
 from distill_rl.config.schema.data import DataConfig as DataConfig
 from distill_rl.config.schema.data import SourceConfig as SourceConfig
 from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
@@ -239,6 +240,11 @@ class EvaluateConfig:
     """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it; with tensor parallelism, of each of the first GPUs. The ranks on that GPU are limited to the rest."""
     timeout_s: float = field(default=7200.0, metadata=POSITIVE)
     """Seconds that one evaluation may take."""
+
+    @property
+    def engine(self) -> str:
+        """The program that runs the suites, with batches and processes of its own, by name; empty: this package."""
+        return VllmConfig.engine if self.backend == "vllm" else ""
 
 
 @dataclass

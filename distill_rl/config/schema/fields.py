@@ -5,7 +5,7 @@ from __future__ import annotations
 MISSING = "???"
 """OmegaConf's mark of a value that must be given, repeated here because the engines must run without OmegaConf."""
 
-# Metadata of the fields. config/rules/validate.py checks these rules, and those that combine settings.
+# Metadata of the fields. config/rules.py checks these rules, and those that combine settings.
 POSITIVE = {"rule": "positive"}
 NOT_NEGATIVE = {"rule": "not negative"}
 FRACTION = {"rule": "fraction"}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
-from distill_rl.config.schema.fields import FRACTION, MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
+from distill_rl.config.quantization import AS_STORED
+from distill_rl.config.schema.backends import SECTIONS, STORED, EndpointConfig, Origin, StoreConfig, VllmConfig
+from distill_rl.config.schema.fields import FRACTION, MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE
+from distill_rl.errors import problem
+
+if TYPE_CHECKING:
+    from distill_rl.config.schema import Config
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -33,8 +40,6 @@ class LoraConfig:
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
 TeacherLoss = Literal["same", CrossTokenizerLoss]
-SHARED_ENGINE = 0.4
-"""Fraction of a GPU that a vLLM engine gets beside other ranks, unless `teachers[].gpu_share` says otherwise."""
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
@@ -83,15 +88,13 @@ class StudentConfig:
     quantization: Optional[Literal["int8", "int4", "fp8"]] = None
     """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
 
+    origin: ClassVar = Origin()
+    """A student is trained by this package."""
+
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained in place of the weights."""
         return self.lora is not None
-
-    @property
-    def in_vllm(self) -> bool:
-        """Never: a student is trained by this package."""
-        return False
 
     @property
     def may_be_quantized(self) -> bool:
@@ -103,7 +106,7 @@ class StudentConfig:
 class TeacherConfig:
     name: str = field(default="teacher", metadata=NOT_EMPTY)
     """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
-    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store"})
+    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store.path"})
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model. With backend endpoint: the name under which the server serves the model."""
     tokenizer: Optional[str] = None
     """Folder or hub name of the tokenizer. null: the model's own. Required with backend endpoint."""
@@ -131,27 +134,10 @@ class TeacherConfig:
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers; refused where it does not compute what the model asks of attention, such as a soft cap."""
     backend: Literal["hf", "vllm", "endpoint", "store"] = "hf"
-    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
-    gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
-    """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
-    url: list[str] = field(default_factory=list, metadata={"one": True})
-    """Address of the server, for backend endpoint, such as http://host:8000. A list: servers of the same model, which share the work; while one of them does not answer, the others do its part."""
-    api: Optional[Literal["vllm", "sglang", "openai"]] = None
-    """Interface of the server, for backend endpoint. vllm, sglang: of these programs. openai: any server whose /v1/completions gives log-probs of the prompt (`echo`) with tokens as `token_id:N`."""
-    token_env: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Name of the environment variable that holds the server's token (API key), for backend endpoint: DISTILL_RL_TOKEN, or a name such as DISTILL_RL_BIG_TOKEN. null: none is sent."""
-    ca_file: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """PEM file with the certificate authority of an https server, for backend endpoint. null: those that the machine trusts."""
-    concurrency: int = field(default=16, metadata=POSITIVE)
-    """Most documents for which one teacher process waits at each url at a time, for backend endpoint."""
-    request_timeout_s: float = field(default=120.0, metadata=POSITIVE)
-    """Seconds that one request to an endpoint may take."""
-    retry_s: float = field(default=300.0, metadata=NOT_NEGATIVE)
-    """Seconds for which a document's request to an endpoint is repeated while no server gives an answer, for instance because it restarts; then the run ends."""
-    store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Folder of the store, for backend store."""
-    missing: Literal["fail", "skip", "live"] = "fail"
-    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for their pieces, which needs its model."""
+    """Where the targets come from; a section `vllm`, `endpoint` or `store` chooses that backend, too, if this is left out. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For export topk or sampled."""
     export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
@@ -165,51 +151,36 @@ class TeacherConfig:
         return bool(self.where) or self.weight_column is not None
 
     @property
-    def only_reads(self) -> bool:
-        """Whether all of its targets are read from a store."""
-        return self.backend == "store" and self.missing != "live"
-
-    @property
-    def runs_model(self) -> bool:
-        """Whether the run loads its model: not if all of its targets are read from a store, or a server has it."""
-        return self.backend != "endpoint" and not self.only_reads
-
-    @property
-    def in_vllm(self) -> bool:
-        """Whether vLLM runs the model, with attention, parallel plans and quantised weights of its own."""
-        return self.backend == "vllm"
+    def origin(self) -> Origin:
+        """Where its targets come from: the section of its backend."""
+        return getattr(self, self.backend, StudentConfig.origin)
 
     @property
     def may_be_quantized(self) -> bool:
         """Whether the weights in its folder may be quantised: the run does not read them, or reads them as they are."""
-        return self.in_vllm or self.quantization == "as_stored" or not self.runs_model
+        return bool(self.origin.engine) or self.quantization == "as_stored" or not self.origin.runs_model
 
     @property
     def targets_store(self) -> str | None:
         """The folder of the store that the run reads its targets from, or writes them to; None without one."""
-        return self.store if self.backend == "store" else self.cache
+        return self.origin.folder if self.origin.is_store else self.cache
 
     @property
     def ranks_per_replica(self) -> int:
-        """Actors that hold one copy, or work on the same rows with one each. vLLM divides a model over processes of its own."""
-        return 1 if self.in_vllm else self.parallel.ranks_per_row
+        """Actors that hold one copy, or work on the same rows with one each. An engine has processes of its own."""
+        return 1 if self.origin.engine else self.parallel.ranks_per_row
+
+    @property
+    def ranks(self) -> int:
+        """Actors of all of its copies."""
+        return self.parallel.dp * self.ranks_per_replica
 
     @property
     def gpus_per_rank(self) -> int:
         """GPUs that one of its actors uses where there are any; 0 if it loads no model."""
-        if not self.runs_model:
+        if not self.origin.runs_model:
             return 0
-        return self.parallel.tp if self.in_vllm else 1
-
-    def share_of_gpu(self, *, shared: bool) -> float:
-        """Fraction of the memory of its GPUs that its vLLM engine may use.
-
-        Args:
-            shared: whether other ranks use the same GPU.
-        """
-        if self.gpu_share is not None:
-            return self.gpu_share
-        return SHARED_ENGINE if shared else 1.0
+        return self.parallel.tp if self.origin.engine else 1
 
     def sent_dtype(self, *, on_gpu: bool) -> Literal["fp32", "fp16", "bf16"]:
         """The dtype in which its log-probabilities or logits are sent.
@@ -220,3 +191,130 @@ class TeacherConfig:
         if self.wire_dtype == "auto":
             return "fp16" if on_gpu else "fp32"
         return self.wire_dtype
+
+
+# What is refused, as far as it shows without opening a file or asking a server. The rules of a backend stand beside its settings.
+
+
+def backend_problems(config: Config) -> Iterator[str]:
+    """Yields problems of the teachers' backends and of their settings elsewhere, one line each."""
+    for i, teacher in enumerate(config.teachers):
+        key = f"teachers.{i}"
+        yield from teacher.origin.problems(key, teacher, config)
+        for section in (getattr(teacher, name) for name in SECTIONS):
+            if section is not teacher.origin:
+                yield from section.misplaced(key)
+        if teacher.targets_store is not None and teacher.export not in STORED:
+            rule = f"a store holds {' or '.join(STORED)}, and this teacher exports {teacher.export}"
+            name = "store" if teacher.origin.is_store else "cache"
+            remedy = f"set {key}.export=topk and a loss that works with it (docs/losses.md), or run the teacher without {name}"
+            yield problem(f"{key}.{name}", rule, teacher.targets_store, remedy)
+    first = {teacher.backend: teacher for teacher in reversed(config.running_teachers)}
+    for teacher in first.values():
+        yield from teacher.origin.of_run(teacher, config)
+    folders = [teacher.targets_store for teacher in config.teachers if teacher.targets_store is not None]
+    if len(set(folders)) < len(folders):
+        rule = "every teacher needs a store of its own"
+        yield problem("teachers", rule, ", ".join(folders), "name another folder for each of them")
+    evaluate = config.evaluate
+    if evaluate.teachers and evaluate.suites and not all(teacher.origin.runs_model for teacher in config.teachers):
+        rule = "evaluates the teachers, and the run does not load the model of one: it is read from a store, or served"
+        yield problem("evaluate.teachers", rule, "true", "leave it out")
+
+
+# Teachers that are chosen by row.
+
+
+def routing_problems(config: Config) -> Iterator[str]:
+    """Yields problems of `teachers[].where` and `teachers[].weight_column`, and of settings that do not go with them."""
+    chosen = [i for i, teacher in enumerate(config.teachers) if teacher.is_chosen_by_row]
+    for i in chosen:
+        for column, values in config.teachers[i].where.items():
+            key = f"teachers.{i}.where"
+            if not column.strip():
+                yield problem(key, "must name columns of the data", repr(column))
+            if values == []:
+                yield problem(f"{key}.{column}", "must have at least one value", "[]", "leave the teacher out instead")
+        if config.teachers[i].score != "static":
+            rule = "compares the teachers on the same tokens, and where or weight_column gives each tokens of its own"
+            yield problem(f"teachers.{i}.score", rule, config.teachers[i].score, "use score=static, or no such column")
+    if not chosen:
+        return
+    key = f"teachers.{chosen[0]}.{'where' if config.teachers[chosen[0]].where else 'weight_column'}"
+    if config.data.concatenate:
+        rule = f"joins texts into one, and {key} may ask different teachers for them"
+        yield problem("data.concatenate", rule, "true", "leave it out; data.packing puts several texts into a row")
+    if config.projection.learnable:
+        rule = f"needs chunks on every rank in every step, and with {key} a rank may have no row of the teacher"
+        yield problem("projection.learnable", rule, "true", "leave one of them out")
+
+
+# Quantised weights.
+
+
+def quantization_problems(config: Config) -> Iterator[str]:
+    """Yields problems of `teachers[].quantization`, and of settings that do not go with it, one line each."""
+    for i, teacher in enumerate(config.teachers):
+        key, value = f"teachers.{i}", teacher.quantization
+        if value is None:
+            continue
+        if value == AS_STORED and teacher.parallel.tp > 1:
+            rule = "must be 1 with quantization as_stored: weights that are stored quantised are not split over ranks"
+            yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "set it to 1, or use the original weights")
+        if value == AS_STORED and teacher.export == "hidden":
+            rule = "hidden needs the output layer of unquantised weights, which the student reads from the teacher's folder"
+            yield problem(f"{key}.export", rule, None, f"set {key}.export=topk, or use the original weights")
+        if config.evaluate.teachers and config.evaluate.suites:
+            rule = f"evaluates teachers with all of their weights; {key}.quantization is {value}"
+            yield problem("evaluate.teachers", rule, "true", "leave one of them out")
+
+
+# Adapters (`student.lora`).
+
+
+def adapter_problems(config: Config) -> Iterator[str]:
+    """Yields problems of the adapters' settings, one line each.
+
+    An input that is dropped as a whole, lists of layers that are empty or hold an empty name, a name in both, and
+    quantised weights without adapters.
+    """
+    lora, key = config.student.lora, "student.lora"
+    if lora is None:
+        if (quantization := config.student.quantization) is not None:
+            rule = "is for the weights that adapters leave as they are, and all weights of this student are trained"
+            yield problem("student.quantization", rule, quantization, "add student.lora={}, or leave it out")
+        return
+    if lora.dropout == 1:
+        yield problem(f"{key}.dropout", "must be less than 1: the adapters would never see their input", lora.dropout)
+    if lora.targets is not None and not lora.targets:
+        yield problem(f"{key}.targets", "must name a layer", "[]", "leave it out: all linear layers get an adapter")
+    for name in ("targets", "modules_to_save"):
+        for i, target in enumerate(getattr(lora, name) or ()):
+            if not target.strip(". "):
+                yield problem(f"{key}.{name}.{i}", "must be the end of a name, such as q_proj", repr(target))
+    for both in sorted({*(lora.targets or ())} & {*lora.modules_to_save}):
+        rule = f"must not be in {key}.targets too: a module that is trained whole needs no adapter"
+        yield problem(f"{key}.modules_to_save", rule, both, "leave one of the two out")
+
+
+# Rows whose positions are divided over ranks (`parallel.sp`), and activations in host memory.
+
+
+def long_row_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong without opening a file, one line each.
+
+    A teacher with sp that this package does not compute itself, compiled layers with sp, and activation offload without
+    checkpointing. Whether sp divides the heads is checked where the models are opened.
+    """
+    student = config.student
+    for i, teacher in enumerate(config.teachers):
+        if teacher.parallel.sp > 1 and (teacher.origin.engine or not teacher.origin.runs_model):
+            rule = "divides the positions of a teacher with backend hf only"
+            yield problem(f"teachers.{i}.parallel.sp", rule, teacher.parallel.sp, "leave it at 1")
+    if student.parallel.sp > 1 and student.compile:
+        rule = f"layers that exchange positions for heads (student.parallel.sp={student.parallel.sp}) are not compiled"
+        yield problem("student.compile", rule, "true", "leave it out, or set student.parallel.sp=1")
+    if student.activation_offload and not student.activation_checkpointing:
+        rule = "moves what activation checkpointing keeps"
+        remedy = "add student.activation_checkpointing=true"
+        yield problem("student.activation_offload", rule, "true", remedy)

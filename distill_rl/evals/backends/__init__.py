@@ -1,1 +1,1 @@
-"""The backends that run a model on the items of a suite: Transformers and vLLM."""
+"""The backends that run a model on the items of a suite."""

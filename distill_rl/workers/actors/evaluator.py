@@ -106,7 +106,7 @@ class EvalWorker(GroupMember):
     ) -> Evaluated:
         """Loads a model, runs and grades whole suites on it, and writes the results to `model.out`.
 
-        Frees the model's memory afterwards, even after an error, except with vllm, which keeps its share of the GPU for
+        Frees the model's memory afterwards, even after an error, but not an engine, which keeps its share of the GPU for
         good.
 
         Args:
@@ -128,7 +128,7 @@ class EvalWorker(GroupMember):
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)
-            if options.backend != "vllm":
+            if options.backend == "hf":
                 executor.close()
         return Evaluated(results, samples_of(loaded, model.out, num_samples))
 

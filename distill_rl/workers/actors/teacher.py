@@ -92,7 +92,7 @@ class TeacherWorker(RankWorker):
         """
         from distill_rl.teacher.build import build_teacher
 
-        ranks, is_engine = self._teacher.ranks_per_replica, self._teacher.backend == "vllm"
+        ranks, is_engine = self._teacher.ranks_per_replica, bool(self._teacher.origin.engine)
         if is_engine:
             see_assigned_gpus()
         parallel = ParallelConfig(dp=1, tp=ranks) if is_engine else replace(self._teacher.parallel, dp=1)

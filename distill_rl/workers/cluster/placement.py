@@ -3,12 +3,12 @@
 A bundle is a set of resources on one node. `place_actors` decides in four steps:
 
 1. Ranks. `colocated`: bundle i holds the i-th rank of the student and of every teacher, which share its GPU.
-   `disaggregated`: every rank has a bundle and a GPU of its own. An engine of vLLM on several GPUs has a bundle with
+   `disaggregated`: every rank has a bundle and a GPU of its own. An engine on several GPUs has a bundle with
    these for itself in either case.
 2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles with one GPU in turn. The evaluators
    (one, or one per rank of `evaluate.parallel.tp`) join the first of them, one each, if the cluster has too few GPUs
-   left over for them. An engine of vLLM takes its memory at its start, so beside other ranks it counts as a guest with
-   the share `teachers[].gpu_share`. The other ranks of a bundle divide the rest of its GPU evenly: each gets
+   left over for them. An engine takes its memory at its start, so beside other ranks it counts as a guest with
+   the share `teachers[].vllm.gpu_share`. The other ranks of a bundle divide the rest of its GPU evenly: each gets
    (1 - sum of the guests' shares) / number of these ranks.
 3. Other actors get a bundle each: ranks of teachers that only read a store, aligners without a GPU, and evaluators that
    are no guests.
@@ -79,7 +79,7 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
     teachers = {}
     for teacher in config.running_teachers:
-        parallel = replace(teacher.parallel, tp=1) if teacher.in_vllm else teacher.parallel
+        parallel = replace(teacher.parallel, tp=1) if teacher.origin.engine else teacher.parallel
         teachers[teacher.name] = [f"{teacher.name}/{rank}" for rank in _rank_names(parallel)]
     return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
 
@@ -110,15 +110,15 @@ def place_actors(
 ) -> PlacementPlan:
     """Plans the bundles and every actor's place in them, as described at the top of this module. Reserves nothing.
 
-    Every actor gets one logical CPU. Beside an evaluator that is a guest, or an engine of vLLM, the ranks are limited to
+    Every actor gets one logical CPU. Beside an evaluator that is a guest, or an engine, the ranks are limited to
     what is left of the GPU's memory, divided in proportion to `needs`, so that these find their share. Other ranks are
     not limited.
 
     Args:
         gpus: number of GPUs in the cluster; 0: all actors run on CPUs.
         nodes: of the cluster, those with most resources first. Empty: no bundle is pinned to a node.
-        needs: memory that a rank of the student (`student`) and of each teacher needs, by name, without those that vLLM
-            runs; None: equal needs.
+        needs: memory that a rank of the student (`student`) and of each teacher needs, by name, without those that an
+            engine runs; None: equal needs.
 
     Raises:
         ConfigError: the guests of a GPU leave nothing of it to the ranks, the cluster has too few GPUs for
@@ -127,7 +127,7 @@ def place_actors(
     student, teachers, aligners = actor_names(config, num_aligners)
     running, bundles, placements = config.running_teachers, list[dict[str, float]](), dict[str, ActorPlacement]()
     readers = [name for t in running if not t.gpus_per_rank for name in teachers.pop(t.name)]
-    engines = {name: t for t in running if t.backend == "vllm" for name in teachers[t.name]}
+    engines = {name: t for t in running if t.origin.engine for name in teachers[t.name]}
     split = [name for t in running if t.gpus_per_rank > 1 for name in teachers.pop(t.name)]
     groups = [student, *teachers.values()]
     if config.ray.placement == "disaggregated":
@@ -153,27 +153,27 @@ def place_actors(
         if evaluates := i < len(evaluator_guests):
             guests[evaluator_guests[i]] = config.evaluate.gpu_share
         shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
-        guests |= {name: engines[name].share_of_gpu(shared=True) for name in shared}
+        guests |= {name: engines[name].origin.share_of_gpu(shared=True) for name in shared}
         ranks = [name for name in all_ranks if name not in shared]
         left = 1.0 - sum(guests.values())
         if left < 0 or (ranks and left == 0):
             share_it = {
                 "aligner.num_gpus": own_aligners,
                 "evaluate.gpu_share": evaluates,
-                "teachers[].gpu_share": shared,
+                "teachers[].vllm.gpu_share": shared,
             }
             what = " and ".join(key for key, shares_it in share_it.items() if shares_it)
             value = f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU"
             raise ConfigError(what, "actors that share a GPU with ranks must leave them some of it", value, "lower it")
         memory = _memory_shares(ranks, left, needs) if evaluates or shared else {}
         for name in ranks:
-            of_memory = memory.get(name, engines[name].share_of_gpu(shared=False) if name in engines else 1.0)
+            of_memory = memory.get(name, engines[name].origin.share_of_gpu(shared=False) if name in engines else 1.0)
             placements[name] = ActorPlacement(i, left / len(ranks) if gpus else 0.0, of_memory)
         for name, share in guests.items():
             placements[name] = ActorPlacement(i, share, share if name in shared else 1.0)
         bundles.append(_bundle(len(ranks) + len(guests), 1.0 if gpus else 0.0))
     for name, num_gpus in num_gpus_split.items():
-        placements[name] = ActorPlacement(len(bundles), num_gpus, engines[name].share_of_gpu(shared=False))
+        placements[name] = ActorPlacement(len(bundles), num_gpus, engines[name].origin.share_of_gpu(shared=False))
         bundles.append(_bundle(1, num_gpus))
     num_rank_bundles = len(bundles)
 

@@ -45,9 +45,7 @@ def make_builder(
     tokenizer, stops = student
     tokenization = Tokenization.of(tokenizer, config.data, format=data_format, stops=stops)
     others: list[CrossTokenizerTeacher | None] = []
-    stored: set[int] = set()
-    required = {}
-    for i, (settings, reader) in enumerate(zip(config.running_teachers, teachers, strict=True)):
+    for settings, reader in zip(config.running_teachers, teachers, strict=True):
         teacher = None
         if reader is not None:
             of_teacher, its_stops = reader
@@ -56,8 +54,15 @@ def make_builder(
             )
             teacher.aligner.warm_up()
         others.append(teacher)
-        if settings.targets_store is not None:
-            stored.add(i)
-        if settings.backend == "store" and settings.store and settings.missing == "skip":
-            required[i] = Store(Path(settings.store)).has  # it decides what is trained on
-    return BatchBuilder(tokenization, plan, others, stored=StoredTargets(frozenset(stored), required))
+    return BatchBuilder(tokenization, plan, others, stored=_stored_targets(config))
+
+
+def _stored_targets(config: Config) -> StoredTargets:
+    """The teachers whose targets are read or stored, and the stores that decide what is trained on."""
+    teachers = [*enumerate(config.running_teachers)]
+    required = {
+        i: Store(Path(teacher.origin.folder)).has
+        for i, teacher in teachers
+        if teacher.origin.skips_missing and teacher.origin.folder
+    }
+    return StoredTargets(frozenset(i for i, teacher in teachers if teacher.targets_store is not None), required)

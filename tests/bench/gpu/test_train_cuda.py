@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from tests.bench.gpu import train_cuda
 from tests.bench.material import train_tokenizer
 

@@ -253,7 +253,7 @@ def test_text_is_divided_by_source_and_into_short_documents():
 def test_settings_are_known_to_the_schema(tmp_path):
     """Every override of every table is one that a configuration accepts."""
     from distill_rl.config.load import load_config
-    from distill_rl.config.rules.validate import problems
+    from distill_rl.config.rules import problems
     from distill_rl.system.environment import CONFIGS
     from tests.bench.methods.settings import ACROSS_TOKENIZERS
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.models.files import tokenizer_of

@@ -11,7 +11,7 @@ import pytest
 from distill_rl.system.environment import ROOT
 from tests.bench.runs import pipeline
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 
 RECORD = ROOT / "docs/benchmarks/pipeline.json"
 SIZES = {"steps": 6, "batch": 4, "micro_batch": 2, "length": 32}

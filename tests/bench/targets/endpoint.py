@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from distill_rl.config.schema import TeacherConfig
+from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.teacher.endpoint import DIALECTS, EndpointScorer
 from tests.bench import harness
 
@@ -105,7 +106,7 @@ def _ask(api: str, prompts: list[np.ndarray], k: int, us_per_token: float, round
     process.start()
     try:
         url = f"http://127.0.0.1:{port.get()}"
-        teacher = TeacherConfig(name="bench", model=MODEL, backend="endpoint", url=[url], api=api)  # type: ignore[arg-type]
+        teacher = TeacherConfig(name="bench", model=MODEL, backend="endpoint", endpoint=EndpointConfig([url], api))  # type: ignore[arg-type]
         scorer = EndpointScorer(teacher, None)
         best = (float("inf"), float("inf"))
         for _ in range(rounds):

@@ -9,6 +9,7 @@ import pytest
 
 from distill_rl.config.capture import CAPTURES, stores_of, to_capture
 from distill_rl.config.schema import Config, DataConfig, EvaluateConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema.backends import StoreConfig
 from distill_rl.config.schema.fields import MISSING
 
 OUT = Path("/targets")
@@ -119,7 +120,7 @@ def test_a_capture_without_a_teacher_that_runs_is_refused():
     alone = config()
     alone.loss.kd_weight = 0.0
     stored = config()
-    stored.teachers[0] = replace(stored.teachers[0], backend="store", store="elsewhere")
+    stored.teachers[0] = replace(stored.teachers[0], backend="store", store=StoreConfig("elsewhere"))
     for made, words in (
         (replace(config(), teachers=[]), "teachers: a capture needs a teacher, and loss.kd_weight above 0"),
         (alone, "teachers: a capture needs a teacher, and loss.kd_weight above 0"),

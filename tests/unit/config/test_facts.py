@@ -3,6 +3,7 @@
 import pytest
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
+from distill_rl.config.schema.backends import StoreConfig
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,7 @@ from distill_rl.config.schema import StudentConfig, TeacherConfig
         ({"backend": "vllm"}, True),
         ({"backend": "endpoint"}, True),
         ({"backend": "store"}, True),
-        ({"backend": "store", "missing": "live"}, False),
+        ({"backend": "store", "store": StoreConfig(missing="live")}, False),
         ({"quantization": "as_stored"}, True),
     ],
 )

@@ -282,7 +282,7 @@ def test_unquoted_off_is_a_choice_not_a_boolean(write):
 
 def test_loading_imports_no_heavy_library(write):
     code = (
-        "import sys; from distill_rl.config.load import load_config; from distill_rl.config.rules.validate import problems; "
+        "import sys; from distill_rl.config.load import load_config; from distill_rl.config.rules import problems; "
         f"problems(load_config({str(write(MINIMAL))!r})); "
         "print(sorted({'torch', 'transformers', 'ray', 'datasets', 'numpy'} & set(sys.modules)))"
     )

@@ -9,7 +9,7 @@ import pytest
 from distill_rl.config.facts import Facts, TeacherFacts
 from distill_rl.config.load import load_config
 from distill_rl.config.measured import higher_is_better, unmeasured, validation_metrics
-from distill_rl.config.rules.validate import notes, problems
+from distill_rl.config.rules import notes, problems
 
 TEXT = """
 {student: {model: s}, teachers: [{model: t, name: big}], data: {path: d, validation: {fraction: 0.1}},

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from distill_rl.config.derive import sizes
 from distill_rl.config.facts import Facts
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import default_of, leaves
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.load import read_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.demo import trial_setup
 from distill_rl.demo.trial_setup import Known
 

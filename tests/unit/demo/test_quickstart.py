@@ -9,7 +9,7 @@ import pytest
 
 from distill_rl.cli import main
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import problems
 from distill_rl.demo import quickstart as run
 from distill_rl.demo.quickstart import print_table
 from distill_rl.demo.recipe import RECIPES

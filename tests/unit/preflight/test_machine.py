@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.config.schema.backends import VllmConfig
 from distill_rl.models import attention
 from distill_rl.preflight.machine import extra_problems, gpu_problems
 from distill_rl.system.environment import install_extra
@@ -70,10 +71,10 @@ def test_an_engine_of_several_gpus_needs_them_beside_those_of_the_student() -> N
 
 def test_engines_must_leave_the_student_some_of_a_gpu_that_they_share() -> None:
     config = Config()
-    config.teachers = [TeacherConfig(backend="vllm", gpu_share=0.5), TeacherConfig(name="b", backend="vllm")]
+    config.teachers = [TeacherConfig(backend="vllm", vllm=VllmConfig(0.5)), TeacherConfig(name="b", backend="vllm")]
     assert list(gpu_problems(config, 1)) == []
-    config.teachers[0].gpu_share = 0.6
+    config.teachers[0].vllm.gpu_share = 0.6
     (line,) = gpu_problems(config, 1)
-    assert line.startswith("teachers[].gpu_share: engines of vLLM that share GPUs")
+    assert line.startswith("teachers[].vllm.gpu_share: engines of vLLM that share GPUs")
     config.ray.placement = "disaggregated"
     assert list(gpu_problems(config, 3)) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distill_rl.config.schema.backends import StoreConfig
 from distill_rl.store.store import Store, StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.stored import StoredTeacher
@@ -66,7 +67,7 @@ class TestStore(EveryBackend):
             )
             capture.fill(batch)
             capture.close()
-            config = contract_config(model, backend="store", store=str(folder), **settings)
+            config = contract_config(model, backend="store", store=StoreConfig(str(folder)), **settings)
             made.append(StoredTeacher(config, config.teachers[0], world, Store(folder)))
             return made[-1]
 

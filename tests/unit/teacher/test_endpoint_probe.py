@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import TeacherConfig
+from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.teacher.base import MASS_TOLERANCE
 from distill_rl.teacher.endpoint import Probed, probe, sample_of_ids
 from tests.helpers.served import APIS, MODEL, StandIn, Tables
@@ -18,7 +19,9 @@ DOCUMENTS = [np.arange(size, dtype=np.int32) for size in (40, 60)]
 
 
 def probed(*urls: str, api: str = "vllm", token: str | None = None, k: int = K, **changes: Any) -> Probed:
-    teacher = TeacherConfig(name="big", model=MODEL, backend="endpoint", url=list(urls), api=api, retry_s=1.0)
+    teacher = TeacherConfig(
+        name="big", model=MODEL, backend="endpoint", endpoint=EndpointConfig(list(urls), api, retry_s=1.0)
+    )
     for name, value in changes.items():
         setattr(teacher, name, value)
     ids = sample_of_ids(VOCABULARY, [1, 2], LENGTH)
@@ -52,14 +55,14 @@ def test_the_last_id_and_the_special_ones_are_tried() -> None:
         ({"max_logprobs": 8}, "loss.top_k: {url} says: Requested prompt logprobs of 16, which is greater than max allowed: 8"),
         ({"model": "another"}, "teachers.0.model: {url}: must serve stand-in (teachers[].model); got another"),
         ({"vocabulary": 300}, "teachers.0.tokenizer: {url} does not know its ids: Token id 319 is out of vocabulary"),
-        ({"max_length": 100}, "teachers.0.url: {url} takes 100 tokens, one of which it generates; rows have 200"),
-        ({"max_length": 100, "says_length": False}, "teachers.0.url: {url} answers with status 400; got This model's maximum"),
-        ({"processed": True}, "teachers.0.url: {url} must give the model's own log-probs"),
-        ({"raw_logits": True}, "teachers.0.url: {url}: log-probs must not be positive"),
-        ({"token": "s3cret-9"}, "teachers.0.token_env: {url} answers with status 401; got Unauthorized"),
-        ({"fault": "nan", "count": 1}, "teachers.0.url: {url}: log-probs must be numbers; got NaN"),
-        ({"fault": "other-ids", "count": 1}, "teachers.0.api: {url}: must score the tokens that it was sent"),
-        ({"fault": "status 503", "count": 99}, "teachers.0.url: {url} must score prompts; got status 503"),
+        ({"max_length": 100}, "teachers.0.endpoint.url: {url} takes 100 tokens, one of which it generates; rows have 200"),
+        ({"max_length": 100, "says_length": False}, "teachers.0.endpoint.url: {url} answers with status 400; got This model's maximum"),
+        ({"processed": True}, "teachers.0.endpoint.url: {url} must give the model's own log-probs"),
+        ({"raw_logits": True}, "teachers.0.endpoint.url: {url}: log-probs must not be positive"),
+        ({"token": "s3cret-9"}, "teachers.0.endpoint.token_env: {url} answers with status 401; got Unauthorized"),
+        ({"fault": "nan", "count": 1}, "teachers.0.endpoint.url: {url}: log-probs must be numbers; got NaN"),
+        ({"fault": "other-ids", "count": 1}, "teachers.0.endpoint.api: {url}: must score the tokens that it was sent"),
+        ({"fault": "status 503", "count": 99}, "teachers.0.endpoint.url: {url} must score prompts; got status 503"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_one_line(settings: dict[str, Any], words: str) -> None:
@@ -81,7 +84,7 @@ def test_a_server_of_another_interface_is_a_problem() -> None:
     with StandIn() as server:
         server.settings.fault, server.settings.count = "status 404", 1
         (line,) = probed(server.url, api="sglang").problems
-    assert line.startswith(f"teachers.0.url: {server.url} answers with status 404")
+    assert line.startswith(f"teachers.0.endpoint.url: {server.url} answers with status 404")
 
 
 @pytest.mark.parametrize("fault", ["reset", "status 503"])
@@ -96,15 +99,15 @@ def test_every_server_is_asked() -> None:
         dead.bind(("127.0.0.1", 0))  # nobody listens
         nobody = f"http://127.0.0.1:{dead.getsockname()[1]}"
         first, second = probed(nobody, good.url, poor.url).problems
-    assert first.startswith(f"teachers.0.url: {nobody} must answer; got ")
+    assert first.startswith(f"teachers.0.endpoint.url: {nobody} must answer; got ")
     assert "refused" in first
     assert second.startswith(f"loss.top_k: {poor.url} says: ")
 
 
 def test_without_a_tokenizer_the_rest_is_still_asked() -> None:
-    teacher = TeacherConfig(name="big", model="other", backend="endpoint", api="vllm")
+    teacher = TeacherConfig(name="big", model="other", backend="endpoint", endpoint=EndpointConfig(api="vllm"))
     with StandIn() as server:
-        teacher.url = [server.url]
+        teacher.endpoint.url = [server.url]
         found = probe("teachers.0", teacher, None, ids=None, documents=[], k=K, length=LENGTH)
         assert server.seen.prompts == []
     (line,) = found.problems

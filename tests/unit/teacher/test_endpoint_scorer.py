@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import TeacherConfig
+from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
 from distill_rl.teacher.base import Scores, token_of
 from distill_rl.teacher.endpoint import Client, Down, EndpointScorer, Refused, WrongAnswer
@@ -52,9 +53,11 @@ def asking() -> Iterator[Asking]:
     with ExitStack() as stack:
 
         def make(*urls: str, api: str = "vllm", token: str | None = None, **settings: object) -> EndpointScorer:
-            teacher = TeacherConfig(name="big", model=MODEL, backend="endpoint", url=list(urls), api=api)
+            teacher = TeacherConfig(
+                name="big", model=MODEL, backend="endpoint", endpoint=EndpointConfig(list(urls), api)
+            )
             for name, value in settings.items():
-                setattr(teacher, name, value)
+                setattr(teacher.endpoint, name, value)
             scorer = EndpointScorer(teacher, token)
             stack.callback(scorer.close)
             return scorer
@@ -130,7 +133,7 @@ def test_an_answer_without_an_end_is_given_up(kind):
         client = Client(TeacherConfig(name="big", url=[url], request_timeout_s=1.0))
         error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
         assert isinstance(error, Down)
-        assert "no complete answer within 1 s (teachers[].request_timeout_s)" in str(error)
+        assert "no complete answer within 1 s (teachers[].endpoint.request_timeout_s)" in str(error)
         client.close()
 
 
@@ -194,7 +197,7 @@ def test_a_fault_that_lasts_ends_in_one_line(asking, prompts, fault):
     with StandIn(fault=fault, count=10**6) as server, pytest.raises(WorkerError) as caught:
         list(asking(server.url, concurrency=4, retry_s=0.5).score(prompts, K))
     text = str(caught.value)
-    assert "teacher big: a server must answer within teachers[].retry_s=0.5; got http://127.0.0.1:" in text
+    assert "teacher big: a server must answer within teachers[].endpoint.retry_s=0.5; got http://127.0.0.1:" in text
     assert text.endswith("; see the server's log")
     assert caught.value.exit_code == 1
 
@@ -262,7 +265,7 @@ class TestToken:
         assert client._clean("you sent Bearer s3cret-9") == "you sent Bearer <redacted>"
 
     def test_it_comes_from_the_named_variable(self, monkeypatch):
-        teacher = TeacherConfig(name="big", token_env="DISTILL_RL_TOKEN")
+        teacher = TeacherConfig(name="big", endpoint=EndpointConfig(token_env="DISTILL_RL_TOKEN"))
         monkeypatch.delenv("DISTILL_RL_TOKEN", raising=False)
         with pytest.raises(ConfigError, match="DISTILL_RL_TOKEN"):
             token_of(teacher)

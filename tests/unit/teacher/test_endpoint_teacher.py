@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distill_rl.config.schema import Config
+from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.manifest import SERVED, served_identity, write_manifest
 from distill_rl.teacher.build import build_teacher
@@ -25,7 +26,13 @@ VOCABULARY, WIDTH, TOP = 320, 48, 8
 
 def config_of(url: str, api: str = "vllm", **teacher: object) -> Config:
     config = engine_config("student", ["teacher"], loss__top_k=TOP, train__micro_batch_size=2)
-    settings = {"model": MODEL, "backend": "endpoint", "url": [url], "api": api, "tokenizer": "t", **teacher}
+    settings = {
+        "model": MODEL,
+        "backend": "endpoint",
+        "endpoint": EndpointConfig([url], api),
+        "tokenizer": "t",
+        **teacher,
+    }
     config.teachers[0] = replace(config.teachers[0], **settings)
     return config
 

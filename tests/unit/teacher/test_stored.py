@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from distill_rl.config.schema import ParallelConfig
+from distill_rl.config.schema.backends import StoreConfig
 from distill_rl.errors import DataError
 from distill_rl.store.compact import error_bound
 from distill_rl.store.shard import Shard
@@ -58,7 +59,9 @@ class Kit:
     def reader(self, store: Store, micro_batch_size: int = 2, top_k: int = TOP, **settings) -> StoredTeacher:
         """Reads, without a model."""
         config = engine_config("unused", [self.model], loss__top_k=top_k, train__micro_batch_size=micro_batch_size)
-        config.teachers[0] = replace(config.teachers[0], backend="store", store=str(store.folder), **settings)
+        config.teachers[0] = replace(
+            config.teachers[0], backend="store", store=StoreConfig(str(store.folder)), **settings
+        )
         return StoredTeacher(config, config.teachers[0], self.world, store)
 
     def cached(self, store: Store, *, write_every_s: float = math.inf, **settings) -> StoredTeacher:
@@ -232,7 +235,7 @@ def test_a_missing_piece_is_an_error_that_names_it(kit, batch):
     line = str(refused.value)
     assert f"document {piece.name.hex()}, tokens 0 to {piece.length}" in line
     assert f"store {store.folder}: must have every document of the run" in line
-    assert "set teachers[].missing to skip or live, or capture it" in line
+    assert "set teachers[].store.missing to skip or live, or capture it" in line
 
 
 # ------------------------------------------------------------------ a cache

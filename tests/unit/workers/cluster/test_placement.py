@@ -274,7 +274,7 @@ def test_replicas_that_fit_on_no_node_are_not_pinned():
 def in_vllm(placement="colocated", gpu_share=None, **sizes):
     """A run with two teachers, the first of them in vLLM."""
     settings = config(**{"teachers": ((1, 1), (1, 1))} | sizes)
-    settings.teachers[0].backend, settings.teachers[0].gpu_share = "vllm", gpu_share
+    settings.teachers[0].backend, settings.teachers[0].vllm.gpu_share = "vllm", gpu_share
     settings.ray.placement = placement
     return settings
 
@@ -319,7 +319,9 @@ def test_an_engine_alone_on_a_gpu_has_all_of_it():
 
 
 def test_an_engine_that_takes_the_whole_gpu_is_refused():
-    with pytest.raises(ConfigError, match=r"^teachers\[\]\.gpu_share: .* got t0/dp0-tp0 with 1 of one GPU; lower it"):
+    with pytest.raises(
+        ConfigError, match=r"^teachers\[\]\.vllm\.gpu_share: .* got t0/dp0-tp0 with 1 of one GPU; lower it"
+    ):
         place_actors(in_vllm(gpu_share=1.0), gpus=1)
 
 

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.validate import RULES, notes, problems
+from distill_rl.config.rules import RULES, notes, problems
 from distill_rl.config.schema import Config, LossConfig
 from distill_rl.config.walk import leaves, pattern_of, values
 
@@ -314,7 +314,7 @@ IN_VLLM = "teachers.0.backend=vllm"
 
 
 def test_a_teacher_in_vllm_has_no_problem_of_its_own(load):
-    assert problems(load(IN_VLLM, "teachers.0.gpu_share=0.5", "teachers.0.parallel={dp: 2, tp: 2}")) == []
+    assert problems(load(IN_VLLM, "teachers.0.vllm.gpu_share=0.5", "teachers.0.parallel={dp: 2, tp: 2}")) == []
     assert problems(load(IN_VLLM, "teachers.0.cache=targets")) == []
 
 
@@ -324,8 +324,8 @@ def test_a_teacher_in_vllm_has_no_problem_of_its_own(load):
         ((IN_VLLM, "teachers.0.export=hidden"), "teachers.0.export: must be topk with backend vllm", "backend=hf"),
         ((IN_VLLM, "loss.temperature=2"), "loss.temperature: must be 1: vLLM gives", "set it to 1"),
         ((IN_VLLM, "transport=cuda_ipc"), "transport: cuda_ipc shares GPU memory", "set transport=auto"),
-        (("teachers.0.gpu_share=0.5",), "teachers.0.gpu_share: is a setting of backend vllm", "leave it out"),
-        ((IN_VLLM, "teachers.0.gpu_share=0"), "teachers.0.gpu_share: must be greater than 0", ""),
+        (("teachers.0.gpu_share=0.5",), "teachers.0.vllm.gpu_share: is a setting of backend vllm", "leave it out"),
+        ((IN_VLLM, "teachers.0.vllm.gpu_share=0"), "teachers.0.vllm.gpu_share: must be greater than 0", ""),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(load, overrides, start, remedy):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from distill_rl.config import rules
 from distill_rl.config.derive import EXPORTS
 from distill_rl.config.facts import TOKENS, Facts, TeacherFacts
 from distill_rl.config.load import load_config
-from distill_rl.config.rules.effects import TABLE, no_effect
-from distill_rl.config.rules.validate import problems
+from distill_rl.config.rules import no_effect, problems
+from distill_rl.config.schema import Config, EvaluateConfig
+from distill_rl.config.schema.backends import SECTIONS
 
 TEXT = "{student: {model: s}, teachers: [{model: t}], data: {path: d}, train: {steps: 10}}"
 SAME = "teachers.0.loss=same"
@@ -18,8 +23,15 @@ SAMPLED = "teachers.0.export=sampled"
 ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
+HERE = ("teachers.0.backend=hf",)
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
-SERVED = ("teachers.0.backend=endpoint", "teachers.0.url=http://h", "teachers.0.api=vllm", "teachers.0.tokenizer=t")
+NEEDS_A_SERVER = [f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s")]
+SERVED = (
+    "teachers.0.backend=endpoint",
+    "teachers.0.endpoint.url=http://h",
+    "teachers.0.endpoint.api=vllm",
+    "teachers.0.tokenizer=t",
+)
 KEPT = ("student.activation_checkpointing=true",)
 TWO = ("teachers.1={name: two, model: u}",)
 SAME_TOKENIZER = Facts(vocabulary_size=8, teachers=(TeacherFacts(None, 8, None),))
@@ -82,13 +94,13 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.score", "one teacher"): ("ce", (), ("teachers.1={name: two, model: u, score: ce}",)),
     ("faults.lost_teacher", "one teacher"): ("drop_and_reweight", (), TWO),
     ("teachers.0.wire_dtype", "hidden states"): ("bf16", ("teachers.0.export=hidden",), ()),
-    ("teachers.0.missing", "read from a store"): ("skip", (), STORED),
+    ("teachers.0.store.missing", "read from a store"): ("skip", HERE, STORED),
     ("teachers.0.dtype", "loads no teacher's model"): ("fp32", STORED, ()),
     ("teachers.0.attention", "loads no teacher's model"): ("sdpa", STORED, ()),
     ("teachers.0.revision", "loads no teacher's model"): ("main", STORED, ("teachers.0.model=org/model",)),
-    ("teachers.0.concurrency", "behind a server"): ("4", (), SERVED),
-    ("teachers.0.request_timeout_s", "behind a server"): ("9", (), SERVED),
-    ("teachers.0.retry_s", "behind a server"): ("9", (), SERVED),
+    ("teachers.0.endpoint.concurrency", "behind a server"): ("4", HERE, SERVED),
+    ("teachers.0.endpoint.request_timeout_s", "behind a server"): ("9", HERE, SERVED),
+    ("teachers.0.endpoint.retry_s", "behind a server"): ("9", HERE, SERVED),
     ("teachers.0.tokenizer", "as they were captured"): ("t", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
     ("teachers.0.attention", "vLLM chooses"): ("sdpa", ("teachers.0.backend=vllm",), ()),
@@ -176,8 +188,15 @@ def reported(tmp_path):
     return _reported
 
 
-def test_every_entry_of_the_table_has_a_case():
-    entries = {(key.replace("[]", ".0"), entry.reason) for entry in TABLE for key in entry.settings}
+def test_every_row_has_a_case():
+    names = vars(rules) | {"config": Config(evaluate=EvaluateConfig(backend="vllm"))}
+    rows = [
+        eval(ast.unparse(node.value), names | {"settings": NEEDS_A_SERVER})
+        for function in (rules._rows, *(section.no_effect for section in SECTIONS.values()))
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if isinstance(node, ast.Yield)
+    ]
+    entries = {(key.replace("[]", ".0"), reason) for reason, *settings in rows for key in settings}
     tested = {pair for pair in entries for key, part in CASES if pair[0] == key and part in pair[1]}
     assert entries == tested
     assert len(entries) == len(CASES)

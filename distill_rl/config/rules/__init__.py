@@ -1,1 +1,0 @@
-"""Which settings are refused, and which have no effect."""
