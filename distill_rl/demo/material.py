@@ -16,8 +16,7 @@ from distill_rl.demo.recipe import (
     training_row,
     with_wrong_answers,
 )
-from distill_rl.system.files import write_json_lines
-from distill_rl.system.folders import made_once, point_at
+from distill_rl.system.files import made_once, point_at, write_json_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import write_json_lines
-from distill_rl.system.folders import made_once
+from distill_rl.system.files import made_once, write_json_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
