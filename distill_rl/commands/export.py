@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from distill_rl.errors import CheckpointError, ConfigError
 from distill_rl.observe.log import say
-from distill_rl.run.checkpoints import store as checkpoints
+from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
     from distill_rl.config.schema import Config
-    from distill_rl.run.checkpoints.store import Checkpoint
+    from distill_rl.run.checkpoints import Checkpoint
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -136,7 +136,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
     """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
     from distill_rl.models.files import card_header, weight_problems
-    from distill_rl.observe.report.card import OWN
+    from distill_rl.run.card import OWN
 
     held = card_header(wanted.folder).get(OWN)
     if not isinstance(held, dict) or weight_problems("export", wanted.folder):
@@ -166,7 +166,7 @@ def _exceeds(folder: Path, size: int) -> bool:
 def _renew_card(wanted: _Export, step: int) -> None:
     """Brings the model card of a finished export up to date. One that somebody has edited is left as it is."""
     from distill_rl.models.files import card_header
-    from distill_rl.observe.report.card import OWN, is_untouched
+    from distill_rl.run.card import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 
     file = wanted.folder / "README.md"

@@ -60,7 +60,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
             _print_runs(paths)
         write = partial(write_report, first, comparisons=others, evaluation=evaluation, out=target)
     else:
-        from distill_rl.observe.report.page import write_comparison
+        from distill_rl.observe.report.report import write_comparison
 
         evaluation = compare.compare(compare.find(paths), baseline)
         if evaluation.problems:
@@ -90,8 +90,7 @@ def _print_runs(paths: Sequence[Path]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from distill_rl.observe.report.charts import read_run
-    from distill_rl.observe.report.report import figures
+    from distill_rl.observe.report.report import figures, read_run
 
     rows = {}
     for path in paths:

@@ -12,7 +12,7 @@ from distill_rl.config.capture import to_capture
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say, setup_console, status
 from distill_rl.preflight import Checked, gather
-from distill_rl.run import run, stop
+from distill_rl.run import run
 from distill_rl.system.signals import Signals
 
 
@@ -50,7 +50,7 @@ def train(
         opened = checked.require_run()
     for note in checked.notes:
         say(f"note      {note}")
-    command = stop.command_line(path, overrides)
+    command = run.command_line(path, overrides)
     return run.train(opened, checked.facts, Signals(), clean=clean, command=command)
 
 

@@ -22,8 +22,7 @@ from distill_rl.demo.recipe import (
 )
 from distill_rl.demo.tokenizer import make_tokenizer
 from distill_rl.observe.log import ProgressBar
-from distill_rl.system.files import write_json_lines
-from distill_rl.system.folders import made_once, point_at
+from distill_rl.system.files import made_once, point_at, write_json_lines
 from distill_rl.types import IGNORE_INDEX
 
 if TYPE_CHECKING:

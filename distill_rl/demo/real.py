@@ -30,8 +30,7 @@ from distill_rl.models.attention import installed
 from distill_rl.models.files import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import sha256, write_json_lines
-from distill_rl.system.folders import made_once
+from distill_rl.system.files import made_once, sha256, write_json_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,8 +30,7 @@ from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
 from distill_rl.run.opened import RunFindings, with_adapters
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import size_text, write_atomic
-from distill_rl.system.folders import OWNER, claim
+from distill_rl.system.files import OWNER, claim, size_text, write_atomic
 from distill_rl.system.memory import total_bytes
 from distill_rl.system.redact import redact
 from distill_rl.types import RunPaths

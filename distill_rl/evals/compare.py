@@ -80,8 +80,7 @@ def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = 
     Raises:
         ConfigError: no model is called `baseline`; the message lists those that there are.
     """
-    roots = [root, *comparisons]
-    return compare(read_runs(roots, [run.resolve().name for run in roots]), baseline)
+    return compare(read_runs([root, *comparisons]), baseline)
 
 
 def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:

@@ -23,7 +23,7 @@ from distill_rl.models.files import holds_several, in_time, read_config, resolve
 from distill_rl.models.parallelize import reshard, tie_again
 from distill_rl.models.weights import Fused, Match, WeightFiles, restore, skeleton, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
-from distill_rl.system.folders import replacing
+from distill_rl.system.files import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -27,8 +27,7 @@ from distill_rl.errors import StoreError, problem
 from distill_rl.models.files import cached, teacher_identity
 from distill_rl.run.job import manifest_of
 from distill_rl.run.opened import OpenedRun, RunFindings
-from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, short
-from distill_rl.store.store import Store, unmarked
+from distill_rl.store.store import FILE, SHARDS, Manifest, Store, description_problems, short, unmarked
 from distill_rl.system.files import size_of, size_text
 from distill_rl.types import Row, TrainState, row_of
 

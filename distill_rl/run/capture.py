@@ -22,7 +22,6 @@ from distill_rl.workers.pipeline.sub_batch import PendingBatch
 class CaptureProgress:
     """What a capture has done so far, over all teachers."""
 
-    documents: int = 0
     computed: int = 0
     """Tokens whose targets were computed."""
     found: int = 0
@@ -86,8 +85,7 @@ def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Cap
             if job.config.data.bad_rows == "skip":
                 skipped.add(batch.documents)
             with batch.lease():
-                info, stats = actors.teachers.capture(batch)
-            progress.documents += info.num_documents
+                _, stats = actors.teachers.capture(batch)
             progress.computed += sum(replica.tokens_computed for replica in stats)
             progress.found += sum(replica.tokens_read for replica in stats)
             progress.busy_s += sum(replica.forward_s for replica in stats)

@@ -28,13 +28,11 @@ from distill_rl.data.reading.source import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
-from distill_rl.observe.sinks import Observer, open_observer
+from distill_rl.observe.sinks import open_observer
 from distill_rl.observe.timing import StepTimer
-from distill_rl.run import run_directory
+from distill_rl.run import checkpoints, run_directory
 from distill_rl.run.card import card_of
-from distill_rl.run.checkpoints import store as checkpoints
-from distill_rl.run.checkpoints.saver import Saver
-from distill_rl.run.checkpoints.store import Checkpoint, CheckpointStore, SavedState
+from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState, Saver
 from distill_rl.run.job import Job
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.run.start import ROLES, Roles, RunActors, start_actors
@@ -72,11 +70,21 @@ class Driver:
             CheckpointError: the checkpoint to resume from is missing, damaged, or of other data, tokenizers or models.
             DistillError: an actor failed to start.
         """
-        store = checkpoint_store(job)
+        kept = job.config.checkpoint
+        store = CheckpointStore(
+            job.paths.checkpoints,
+            keep_last=kept.keep_last,
+            keep_best=kept.keep_best,
+            best_by=kept.best_by,
+            scores=job.paths.scores,
+            about=about(job),
+        )
         store.clean_up()
-        resumed = find_checkpoint(job, store)
+        resumed = checkpoints.find(store, kept.resume, lambda text: say(f"damaged   {text}"))
         if resumed:
             job = job.going_on(resumed.state.fingerprints)
+            checkpoints.require_same(resumed.state.fingerprints, job.fingerprints)
+            say(f"resuming  from {resumed.path}")
         timer = StepTimer(cpu_clock=time.process_time)
         start = resumed.state.train if resumed else TrainState()
         total = ENDLESS if job.config.train.minutes else job.loader(start).total_steps
@@ -134,7 +142,16 @@ class Driver:
         gauges = [GaugeSink(config.run.name)]
         self.observer = open_observer(config, job.paths, total_steps=total, resume_step=after, others=gauges)
         self.parts.enter_context(closing(self.observer))
-        self.evaluations = evaluations_of(job, self.actors, self.observer, self.store, self.signals)
+        self.evaluations = Evaluations(
+            self.actors.evaluator,
+            config,
+            self.actors.calls,
+            job.paths,
+            copy=self.copy_weights,
+            record=self.observer.record,
+            compare=self.store.scores.add,
+            stopping=lambda: self.signals.preempted,
+        )
         if is_suite_score(config.checkpoint.best_by):
             self.store.awaited = lambda: self.evaluations.unfinished
         self.evaluations.recover(after)
@@ -146,7 +163,15 @@ class Driver:
         if resumed and total is not None and (note := moved_rate(config, job.paths, self.state.step, total)):
             say(f"schedule  {note}")
         say(f"training  {left} in {job.paths.root}")
-        self.saver = self.parts.enter_context(saver_of(self.store, job, self.actors))
+        saver = Saver(
+            self.store,
+            self.student.collective,
+            in_background=config.checkpoint.async_save,
+            deadline_s=config.ray.step_timeout_s,
+            dead=lambda: any(name.startswith("student-dp") for name in self.actors.calls.dead()),
+            interrupted=lambda: self.actors.calls.interrupted(),
+        )
+        self.saver = self.parts.enter_context(saver)
         # From now on a stop can wait for the step and a save.
         self.actors.calls.interrupted = self.signals.raise_if_interrupted
 
@@ -204,6 +229,11 @@ class Driver:
             self.student.collective("load", os.fspath(checkpoint.student), what=f"loading {checkpoint.path}")
         if self.last_step is not None:
             self.student.collective("end_at", self.last_step, self.config.schedule, what="the number of steps")
+
+    def copy_weights(self, folder: Path) -> str | None:
+        """Writes a copy of the student's weights to a folder, for an evaluation; returns why that failed, or None."""
+        problems = self.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        return next((problem for problem in problems if problem is not None), None)
 
     def train(self) -> int:
         """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when due.
@@ -420,79 +450,7 @@ class Driver:
         )
 
 
-def checkpoint_store(job: Job) -> CheckpointStore:
-    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints.
-
-    Reads and writes nothing in the folder.
-    """
-    settings = job.config.checkpoint
-    return CheckpointStore(
-        job.paths.checkpoints,
-        keep_last=settings.keep_last,
-        keep_best=settings.keep_best,
-        best_by=settings.best_by,
-        scores=job.paths.scores,
-        about=about(job),
-    )
-
-
 def about(job: Job) -> dict[str, dict[str, str]]:
     """Returns what manifests of checkpoints say of a run."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"libraries": libraries, "fingerprints": {"config": fingerprint(job.config), **job.fingerprints}}
-
-
-def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
-    """Returns the saver of a run's checkpoints, a context manager; in the background if `checkpoint.async_save`."""
-    return Saver(
-        store,
-        actors.student.collective,
-        in_background=job.config.checkpoint.async_save,
-        deadline_s=job.config.ray.step_timeout_s,
-        dead=lambda: any(name.startswith("student-dp") for name in actors.calls.dead()),
-        interrupted=lambda: actors.calls.interrupted(),
-    )
-
-
-def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
-    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
-
-    Prints the path of the one to resume from, and a line for each damaged one that is passed over; nothing for None.
-
-    Raises:
-        CheckpointError: the checkpoint asked for is missing or damaged, or was made from other data, tokenizers or
-            models.
-    """
-    checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
-    if checkpoint:
-        checkpoints.require_same(
-            checkpoint.state.fingerprints, job.going_on(checkpoint.state.fingerprints).fingerprints
-        )
-        say(f"resuming  from {checkpoint.path}")
-    return checkpoint
-
-
-def evaluations_of(
-    job: Job, actors: RunActors, observer: Observer, store: CheckpointStore, signals: Signals
-) -> Evaluations:
-    """Returns the evaluations of a run, which keep files in its folder `evals` and record scores to `observer`.
-
-    Scores of steps during training go to `store`, too.
-
-    They evaluate copies of the student's weights, and do nothing if the run has no evaluator.
-    """
-
-    def copy(folder: Path) -> str | None:
-        problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
-        return next((problem for problem in problems if problem is not None), None)
-
-    return Evaluations(
-        actors.evaluator,
-        job.config,
-        actors.calls,
-        job.paths,
-        copy=copy,
-        record=observer.record,
-        compare=store.scores.add,
-        stopping=lambda: signals.preempted,
-    )

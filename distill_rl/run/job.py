@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,10 @@ from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Interleaved, Mixture, Source
-from distill_rl.errors import ConfigError, StoreError, first_line
+from distill_rl.errors import ConfigError
 from distill_rl.models.files import resolve
 from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters
-from distill_rl.store.manifest import FILE, SERVED, Manifest, describe_teacher, require_same, write_manifest
+from distill_rl.store.store import SERVED, Manifest, make_store
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
 
@@ -246,36 +244,3 @@ def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
         if teacher.tokenizer is not None and not teacher.origin.is_served:
             sources.append(resolve(teacher.tokenizer))
         make_store(Path(teacher.cache), manifest, sources)
-
-
-def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
-    """Makes a store, or checks that one which exists fits. Of several runs that do so at the same time, one makes it.
-
-    Args:
-        manifest: without the files that describe the teacher.
-        sources: as of `describe_teacher`.
-
-    Raises:
-        StoreError: the store holds other targets, or cannot be written.
-    """
-    if not (folder / FILE).exists():
-        try:
-            with _locked(folder):
-                if not (folder / FILE).exists():
-                    write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
-        except OSError as error:
-            raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error
-    require_same(folder, manifest)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes other processes wait that enter it with the same folder, except on a file system without locks."""
-    # The lock is deleted when the block has made a store: who comes later finds that, and does not need the lock.
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
-    with path.open("a") as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)

@@ -28,8 +28,7 @@ from distill_rl.errors import ConfigError, DataError, DistillError, first_line, 
 from distill_rl.models import files as model_files
 from distill_rl.models.classes import survey
 from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
-from distill_rl.store.manifest import TEACHER, read_manifest, served_identity
-from distill_rl.store.store import Store
+from distill_rl.store.store import TEACHER, Store, read_manifest, served_identity
 from distill_rl.types import TrainState
 
 if TYPE_CHECKING:
@@ -48,19 +47,18 @@ class RunFindings:
     unreachable: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def attempt(self, key: str, read: Callable[[], Any], *, let_pass: type[Exception] | tuple[()] = ()) -> Any:
-        """The result of `read`, or None with its error added to `problems`.
+    def attempt(self, key: str, read: Callable[[], Any]) -> Any:
+        """The result of `read`, or None with its error added to `problems`, or to `unreachable` if the hub does not answer.
 
         Every exception is caught, because damaged files can raise anything.
 
         Args:
             key: the setting that the problem is about, with which its lines begin.
-            let_pass: exceptions that are raised to the caller instead.
         """
         try:
             return read()
-        except let_pass:
-            raise
+        except sources.HubError as error:
+            self.unreachable.append(str(error))
         except DistillError as error:
             self.problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
         except Exception as error:
@@ -422,7 +420,7 @@ class OpenedRun:
                 findings.unreachable += filter(None, [reason])
             else:
                 opened = partial(sources.open_one, key, settings, cache=cache, routing=routing)
-                source = _reached(key, opened, findings)
+                source = findings.attempt(key, opened)
             self.sources.append((key, source))
         if all(source is not None for _, source in self.sources):
             self._divide(findings, cache, routing)
@@ -438,18 +436,9 @@ class OpenedRun:
         if train is not None:
             split = partial(sources.split_validation, train, data, self.config.run.seed, cache=cache, routing=routing)
             unreachable = len(findings.unreachable)
-            divided = _reached("data.validation", split, findings)
+            divided = findings.attempt("data.validation", split)
             if len(findings.unreachable) == unreachable:
                 self.train, self.validation = divided or (train, None)
-
-
-def _reached(key: str, read: Callable[[], Any], findings: RunFindings) -> Any:
-    """As `RunFindings.attempt`; what the hub does not answer is unreachable."""
-    try:
-        return findings.attempt(key, read, let_pass=sources.HubError)
-    except sources.HubError as error:
-        findings.unreachable.append(str(error))
-        return None
 
 
 def open_rows(config: Config) -> OpenedRun:

@@ -17,8 +17,7 @@ from typing import TextIO
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem, problems_of
-from distill_rl.system.files import DRAFT, lock_file
-from distill_rl.system.folders import close_folder, point_at, remove_leftovers
+from distill_rl.system.files import DRAFT, close_folder, lock_file, point_at, remove_leftovers
 from distill_rl.types import QUEUE, RunPaths
 
 _LOCK, _JOB_LOCK = ".lock", ".job.lock"

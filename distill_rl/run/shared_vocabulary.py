@@ -69,14 +69,9 @@ def shared_vocabulary(
     if sizes[0] == sizes[1] or _below(student, size) != _below(teacher, size):
         return None
     longer, stops = (student, student_stops) if sizes[0] > size else (teacher, teacher_stops)
-    more = {token: id for token, id in longer.get_vocab().items() if id >= size}
-    if more.keys() - longer.get_added_vocab().keys():
+    tokens = _merely_added(longer, size, stops, writes=longer is student)
+    if tokens is None:
         return None
-    needed = {*stops, longer.eos_token_id, *([longer.bos_token_id] if longer is student else [])}
-    template = json.dumps(longer.chat_template, ensure_ascii=False) if longer is student else ""
-    if needed & set(more.values()) or any(token in template for token in more):
-        return None
-    tokens = tuple(sorted(more, key=more.__getitem__))
     return SharedVocabulary(size, student_only=tokens) if longer is student else SharedVocabulary(size, (), tokens)
 
 
@@ -90,14 +85,23 @@ def tokens_beyond(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) ->
         columns: rows of the model's embedding table.
         stops: as in `shared_vocabulary`.
     """
-    if vocabulary_size(tokenizer) <= columns:
-        return ()
-    more = {token: id for token, id in tokenizer.get_vocab().items() if id >= columns}
-    template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
-    written = {*stops, tokenizer.eos_token_id, tokenizer.bos_token_id} & set(more.values())
-    if written or more.keys() - tokenizer.get_added_vocab().keys() or any(token in template for token in more):
+    return () if vocabulary_size(tokenizer) <= columns else _merely_added(tokenizer, columns, stops, writes=True)
+
+
+def _merely_added(tokenizer: Any, size: int, stops: Sequence[int], *, writes: bool) -> tuple[str, ...] | None:
+    """The tokens from id `size` on, by id; None if one is more than merely added, or ends answers.
+
+    Args:
+        writes: None also if the tokenizer writes one into every text, as its bos or in its chat template.
+    """
+    more = {token: id for token, id in tokenizer.get_vocab().items() if id >= size}
+    needed, template = {*stops, tokenizer.eos_token_id}, ""
+    if writes:
+        needed.add(tokenizer.bos_token_id)
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+    if more.keys() - tokenizer.get_added_vocab().keys() or needed & set(more.values()):
         return None
-    return tuple(sorted(more, key=more.__getitem__))
+    return None if any(token in template for token in more) else tuple(sorted(more, key=more.__getitem__))
 
 
 def readable_ids(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) -> int:

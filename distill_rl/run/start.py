@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,22 @@ def start_actors(
     """
     with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls, starting):
         assert actors.student is not None
-        running = _connect(job, actors, actors.student, calls, timer, starting)
-        yield running
+        config, readers, before = job.config, actors.student, starting.restarts
+        rings = ring_plan(config)
+        connector = Connector(config, actors.teachers, readers, rings, calls)
+        starting.then(connector.connect)
+        pipeline = Pipeline(_pool(job, actors.aligners, calls, before["aligner"]), actors.teachers, job.plan, rings)
+        names = set(readers.names)
+        recovery = TeacherRecovery(config, actors.teachers, names, calls, connector, pipeline, before["teacher"])
+        student = StudentGroup(config, calls, pipeline, recovery, readers, timer)
+        restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery, before["student"])
+        yield RunActors(pipeline, student, restarts, actors.evaluator, calls)
         if job.config.observe.timeline:
             ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
             write_timeline(job.paths.logs / "timeline.json", ids)
         # Readers stop first, because what they have opened belongs to the teachers. Aligners have no process
         # group to leave, and evaluators may be in the middle of an evaluation.
-        stop([actors.student, *(group for _, group in actors.teachers)])
+        stop([readers, *(group for _, group in actors.teachers)])
 
 
 @contextmanager
@@ -144,7 +152,10 @@ def _session(
     ray_runs = ray_session(
         config.ray,
         num_cpus=num_cpus,
-        target_bytes=_target_bytes(job),
+        # 0 if the targets certainly take another transport
+        target_bytes=0
+        if config.transport in ("shared_memory", "cuda_ipc")
+        else stored_targets(config, replace(job.facts, gpus=visible_gpus())),
         started=signals.install_again,
         interrupted=signals.raise_if_stopping,
     )
@@ -187,37 +198,21 @@ def _session(
 @contextmanager
 def _reserved(job: Job, make_plan: Callable[[], PlacementPlan], signals: Signals, hosts: Hosts) -> Iterator[Reserved]:
     """Reserves the places of all actors while the block runs; before that, a file tells the place in the queue, if there is one."""
-    config, file = job.config, job.paths.queue
-    with ExitStack() as stack:
-        in_line = stack.enter_context(ExitStack())
-        in_line.callback(file.unlink, missing_ok=True)
-        reserved = stack.enter_context(
-            reserve(
-                make_plan,
-                config.ray,
-                config.run.name,
-                interrupted=signals.raise_if_stopping,
-                waiting=lambda others: tell(others, file),
-                lost=lambda: hosts.lost,
-            )
-        )
-        in_line.close()
-        yield reserved
-
-
-def _connect(
-    job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer, starting: Starting
-) -> RunActors:
-    config, rings = job.config, ring_plan(job.config)
-    connector = Connector(config, actors.teachers, readers, rings, calls)
-    starting.then(connector.connect)
-    before = starting.restarts
-    pipeline = Pipeline(_pool(job, actors.aligners, calls, before["aligner"]), actors.teachers, job.plan, rings)
-    names = set(readers.names)
-    recovery = TeacherRecovery(config, actors.teachers, names, calls, connector, pipeline, before["teacher"])
-    student = StudentGroup(config, calls, pipeline, recovery, readers, timer)
-    restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery, before["student"])
-    return RunActors(pipeline, student, restarts, actors.evaluator, calls)
+    file = job.paths.queue
+    places = reserve(
+        make_plan,
+        job.config.ray,
+        job.config.run.name,
+        interrupted=signals.raise_if_stopping,
+        waiting=lambda others: tell(others, file),
+        lost=lambda: hosts.lost,
+    )
+    try:
+        with places as reserved:
+            file.unlink(missing_ok=True)
+            yield reserved
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _remove_torch_counters(pids: Iterable[int]) -> None:
@@ -320,10 +315,3 @@ def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     if not (gpus and (job.config.evaluate.suites or engines)):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
-
-
-def _target_bytes(job: Job) -> int:
-    """Returns the bytes of targets in the object store at a time; 0 if they certainly take another transport."""
-    if job.config.transport in ("shared_memory", "cuda_ipc"):
-        return 0
-    return stored_targets(job.config, replace(job.facts, gpus=visible_gpus()))

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distill_rl.errors import StoreError, first_line
-from distill_rl.store.manifest import (
-    FILE,
+from distill_rl.store.store import (
     SERVED,
     TEACHER,
     Manifest,
-    describe_teacher,
+    Shard,
+    Store,
+    StoreWriter,
+    decoded,
     description_problems,
+    make_store,
+    read_manifest,
+    require_own,
     require_same,
-    write_manifest,
+    shard_files,
+    unmarked,
 )
-from distill_rl.store.shard import Shard, decoded
-from distill_rl.store.store import Store, StoreWriter, require_own, shard_files, unmarked
-from distill_rl.system.folders import replacing
+from distill_rl.system.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,11 +67,10 @@ def info(folder: Path) -> Iterator[str]:
         yield f"note       {note}"
     if twice:
         yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for shard in store.shards:
-        for name, size in shard.column_bytes().items():
-            sizes[name] = sizes.get(name, 0) + size
-    total = sum(sizes.values())
+        sizes.update(shard.column_bytes())
+    total = sizes.total()
     yield f"tokens     {tokens:,} in {len(store.shards):,} files of {total / 2**20:,.1f} MiB"
     if tokens:
         parts = ", ".join(f"{name} {size / tokens:.1f}" for name, size in sizes.items())
@@ -123,8 +126,6 @@ def verify(folder: Path) -> tuple[str, list[str]]:
     Raises:
         StoreError: no store, or its manifest is damaged.
     """
-    from distill_rl.store.manifest import read_manifest
-
     manifest = read_manifest(folder)
     problems, records, tokens = [*description_problems(folder, manifest)], 0, 0
     files, shards = shard_files(folder), []
@@ -135,10 +136,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
         except StoreError as error:
             problems += error.problems
             continue
-        damaged = shard.problems()
-        problems += damaged
-        if not damaged:
-            problems += _undecodable(manifest, shard)
+        problems += shard.problems() or _undecodable(manifest, shard)
         shards.append(shard)
         records, tokens = records + len(shard), tokens + shard.num_tokens
     summary = f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches"
@@ -167,14 +165,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
     first = stores[0].manifest
     for store in stores[1:]:
         require_same(folders[0], store.manifest)
-    try:
-        if (out / FILE).exists():
-            require_same(out, first)
-        else:
-            files = describe_teacher(out, [folders[0] / TEACHER])
-            write_manifest(out, replace(first, files=files))
-    except OSError as error:
-        raise StoreError(f"{out}", "must be writable", first_line(error), "choose another folder") from error
+    make_store(out, first, [folders[0] / TEACHER])
     target = Store(out)
     writer = StoreWriter(target, write_every_s=float("inf"))
     copied = skipped = 0
@@ -186,7 +177,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                 if writer.holds(piece, tokens) or (found is not None and not found.in_context):
                     skipped += 1
                     continue
-                writer.add_encoded(piece, tokens, shard.targets(i))
+                writer.add(piece, tokens, shard.targets(i), encoded=True)
                 writer.flush_if_due()
                 copied += 1
     writer.flush()

@@ -1,7 +1,7 @@
 """The student's checkpoint: parameters, AdamW's state and random state, written and read by every rank together.
 
 A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where
-directories are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints.store`, which
+directories are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints`, which
 commits, prunes and checks the manifest. Nothing in a directory is executed: the tensors are read with torch's
 `weights_only`, and DCP's `.metadata`, which is a pickle, by `read_metadata`.
 """

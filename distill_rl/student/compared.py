@@ -25,7 +25,7 @@ from distill_rl.models.files import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import own_columns
-from distill_rl.system.folders import replacing
+from distill_rl.system.files import replacing
 from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)

@@ -47,6 +47,11 @@ def peak_gib(device: str = "cpu") -> float:
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
+_GROUP_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Limit and usage of a control group of version 2 and of version 1, and how its fields in memory.stat begin."""
 SHM = Path("/dev/shm")
 LEAST_OBJECT_STORE = 80 * 2**20
 """Bytes. Ray does not start with less."""
@@ -114,13 +119,8 @@ def total_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
     Arguments as for `available_bytes`.
     """
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_of_a_job()]
-    for group in _groups(membership, mount):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                sizes.append(int((group / name).read_text()))  # `max` is no number: no limit
-            except (OSError, ValueError):
-                continue
-    return min(sizes)
+    limits = [_number(group / name) for group in _groups(membership, mount) for name, _, _ in _GROUP_FILES]
+    return min([*sizes, *(size for size in limits if size is not None)])
 
 
 def _of_a_job() -> Iterator[int]:
@@ -164,17 +164,19 @@ def _groups(membership: Path, mount: Path) -> Iterator[Path]:
 def _remaining(group: Path) -> int | None:
     """Bytes that a control group may still use, of version 1 or 2; None if it has no limit or cannot be read."""
     # Pages of files count as free, because the kernel reclaims them first. Negative if the group is above its limit.
-    for limit_name, usage_name, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        try:
-            limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
-            if limit != "max":
-                return int(limit) - usage + _file_pages(group, prefix)
-        except (OSError, ValueError):
-            continue
+    for limit_name, usage_name, prefix in _GROUP_FILES:
+        limit, usage = _number(group / limit_name), _number(group / usage_name)
+        if limit is not None and usage is not None:
+            return limit - usage + _file_pages(group, prefix)
     return None
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None if it cannot be read or holds a word, such as `max`: no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _file_pages(group: Path, prefix: str) -> int:

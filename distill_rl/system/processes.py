@@ -295,30 +295,22 @@ class Child:
         """Waits until a poll event occurs on a file descriptor, or it is closed or fails."""
         poll = select.poll()
         poll.register(descriptor, event)
-        begin, used = time.monotonic(), self._processor_s()
+        begin, (used, _) = time.monotonic(), self._activity()
         while not poll.poll(hang_s * 1000):
-            share = (self._processor_s() - used) / (time.monotonic() - begin)
-            if share < LEAST_SHARE and not self._is_runnable():
+            now, is_runnable = self._activity()
+            if (now - used) / (time.monotonic() - begin) < LEAST_SHARE and not is_runnable:
                 raise ChildHangs
 
-    def _processor_s(self) -> float:
-        """Processor time that the process has used, in seconds; 0 if it is gone."""
+    def _activity(self) -> tuple[float, bool]:
+        """Processor time that the process has used, in seconds, and whether it computes or waits for a processor, and not
+        for anything else; 0 and False if it is gone."""
         import psutil
 
         try:
             times = self._usage.cpu_times()
+            return times.user + times.system, self._usage.status() == psutil.STATUS_RUNNING
         except psutil.NoSuchProcess:
-            return 0.0
-        return times.user + times.system
-
-    def _is_runnable(self) -> bool:
-        """Whether the process computes or waits for a processor, and not for anything else."""
-        import psutil
-
-        try:
-            return self._usage.status() == psutil.STATUS_RUNNING
-        except psutil.NoSuchProcess:
-            return False
+            return 0.0, False
 
     def kill(self) -> None:
         """Sends SIGKILL to the process group, without waiting. A child that is already exiting keeps its exit code;

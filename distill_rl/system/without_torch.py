@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -30,31 +28,16 @@ def import_transformers_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    with _hidden("torch"), _quiet():
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # it would advise to install PyTorch
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
         # It looks for torch once, and remembers the answer.
         import_module("transformers.utils").is_torch_available()
-
-
-@contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Makes a package that has not been imported look as if it were not installed, until the block ends."""
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
     finally:
-        del sys.modules[package]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Transformers from advising to install PyTorch, until the block ends."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
+        del sys.modules["torch"]
         if before is None:
-            del os.environ[name]
+            del os.environ[variable]
         else:
-            os.environ[name] = before
+            os.environ[variable] = before

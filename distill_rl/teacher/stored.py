@@ -38,8 +38,7 @@ from distill_rl.losses.targets import target_of
 from distill_rl.models.forward import micro_batches, to_device
 from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import World
-from distill_rl.store.shard import Column
-from distill_rl.store.store import Found, Store, StoreWriter
+from distill_rl.store.store import Column, Found, Store, StoreWriter
 from distill_rl.teacher.base import TeacherBackend
 from distill_rl.teacher.engine import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout

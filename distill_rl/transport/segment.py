@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from distill_rl.errors import TransportError
-from distill_rl.system.folders import OwnedFolder, claim, remove_abandoned
+from distill_rl.system.files import OwnedFolder, claim, remove_abandoned
 from distill_rl.system.memory import available_bytes
 
 Backing = Literal["memfd", "file"]

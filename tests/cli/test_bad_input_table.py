@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from distill_rl import cli
 from distill_rl.align.projection import build_projection, save_projection
 from distill_rl.models.attention import installed
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, environment
 from tests.helpers.corpus import write_corpus

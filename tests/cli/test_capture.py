@@ -13,8 +13,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
-from distill_rl.store.manifest import TEACHER, write_manifest
-from distill_rl.store.store import Store, StoreWriter
+from distill_rl.store.store import TEACHER, Store, StoreWriter, write_manifest
 from tests.helpers.command import Cluster, Ended, distill_rl, distill_rl_in_process, series
 from tests.helpers.one_process import Trained
 from tests.helpers.one_process import train as train_in_process

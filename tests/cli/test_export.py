@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, StudentConfig, TeacherConfig
-from distill_rl.observe.report.card import is_untouched
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run.card import is_untouched
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.student.engine import StudentEngine
 from distill_rl.types import RunPaths, TrainState
 from tests.helpers import hub as stand_in

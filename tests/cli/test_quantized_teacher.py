@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.store.manifest import read_manifest
+from distill_rl.store.store import read_manifest
 from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
 from tests.helpers.quantized import store_quantized
 

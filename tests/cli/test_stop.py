@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.run.checkpoints.store import newest_step
+from distill_rl.run.checkpoints import newest_step
 from tests.helpers.command import (
     leftovers,
     running,

@@ -22,10 +22,17 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.run.job import make_store
-from distill_rl.store.manifest import read_manifest, write_manifest
-from distill_rl.store.shard import Record, Shard, serialize
-from distill_rl.store.store import Store, StoreWriter, process_home
+from distill_rl.store.store import (
+    Record,
+    Shard,
+    Store,
+    StoreWriter,
+    make_store,
+    process_home,
+    read_manifest,
+    serialize,
+    write_manifest,
+)
 from distill_rl.system.files import size_of
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student

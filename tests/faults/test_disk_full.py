@@ -1,4 +1,4 @@
-"""R5: the disk of the checkpoints fills up during a run. Smaller cases: tests/unit/run/checkpoints/test_saver.py."""
+"""R5: the disk of the checkpoints fills up during a run. Smaller cases: tests/unit/run/test_saver.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distill_rl.run.checkpoints import store as checkpoints
+from distill_rl.run import checkpoints
 from distill_rl.system.files import size_of
 from tests.helpers.command import environment
 

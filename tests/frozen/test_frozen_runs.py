@@ -15,7 +15,7 @@ from distill_rl.align.projection import load_projection
 from distill_rl.config.load import load_config
 from distill_rl.parallel.mesh import World
 from distill_rl.preflight import gather
-from distill_rl.run.checkpoints.store import CheckpointStore, find
+from distill_rl.run.checkpoints import CheckpointStore, find
 from distill_rl.store.store import Store
 from distill_rl.types import IGNORE_INDEX
 from tests.frozen import record

@@ -21,8 +21,7 @@ from distill_rl.losses.targets import target_of
 from distill_rl.models.files import tokenizer_of
 from distill_rl.observe.metrics import Metric, merge, values
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.run.checkpoints import files
-from distill_rl.run.checkpoints.store import require_same
+from distill_rl.run.checkpoints import read, require_same
 from distill_rl.run.job import prepare
 from distill_rl.run.opened import open_rows
 from distill_rl.run.run_directory import paths_of
@@ -59,7 +58,7 @@ class OneProcess:
 
     def __init__(self, config: Config, world: World, checkpoint: Path | None = None):
         job = prepare(open_rows(config), paths_of(config))
-        self.saved = None if checkpoint is None else files.read(checkpoint).state
+        self.saved = None if checkpoint is None else read(checkpoint).state
         if self.saved is not None:
             job = job.going_on(self.saved.fingerprints)
             require_same(self.saved.fingerprints, job.fingerprints)

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.data.batch.tokenization import name_of
-from distill_rl.store.manifest import Manifest, write_manifest
-from distill_rl.store.shard import Column, Record
-from distill_rl.store.store import Found, Store, StoreWriter
+from distill_rl.store.store import Column, Found, Manifest, Record, Store, StoreWriter, write_manifest
 from distill_rl.types import PieceRef, RankBatch
 from tests.helpers.engines import rank_batch, token_rows
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from distill_rl.errors import DataError
 from distill_rl.observe.log import printable
+from distill_rl.system.files import read_json_object
 
 FIRST = ("teacher", "student_before", "student_after", "ce_only")
 """Models listed before others; also the models of a summary.json, which is used if a run has no results."""
@@ -136,23 +137,18 @@ class Evaluation:
         return Evaluation(tuple(filter(condition, self.scores)), self.baseline)
 
 
-def read_runs(roots: Sequence[Path], names: Sequence[str]) -> Evaluation:
+def read_runs(roots: Sequence[Path]) -> Evaluation:
     """Reads the results in `evals/` of run directories; of a run without any, those in its summary.json, if it has one.
 
-    Damaged results are listed in `problems`; a damaged summary.json counts as none. There is no baseline.
-
-    Args:
-        names: of the runs, one each. From the second run on, names of models begin with that of their run.
-
-    Raises:
-        ValueError: there are more or fewer names than runs.
+    Damaged results are listed in `problems`; a damaged summary.json counts as none. There is no baseline. From the second
+    run on, names of models begin with that of their run's folder.
     """
     scores: list[Score] = []
     problems: list[str] = []
-    for i, (root, name) in enumerate(zip(roots, names, strict=True)):
+    for i, root in enumerate(roots):
         folders = sorted(path for path in (root / "evals").glob("*") if path.is_dir())
         run_scores, run_problems = read_folders({folder: folder.name for folder in folders})
-        prefix = f"{printable(name)}: " if i else ""
+        prefix = f"{printable(root.resolve().name)}: " if i else ""
         scores += [replace(score, model=prefix + score.model) for score in run_scores or _summary(root)]
         problems += run_problems
     return Evaluation(tuple(scores), problems=tuple(problems))
@@ -283,11 +279,6 @@ def _time(path: Path) -> tuple[float, str]:
 
 def _summary(root: Path) -> Iterable[Score]:
     """The scores in the summary.json of a run directory, on the suite "exact match", of those models of FIRST it has."""
-    try:
-        summary = json.loads((root / "summary.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return []
-    if not isinstance(summary, dict):
-        return []
+    summary = read_json_object(root / "summary.json")
     scores = {model: _fraction(summary.get(model)) for model in FIRST}
     return [Score(model, "exact match", ScorePart(score)) for model, score in scores.items() if score is not None]

@@ -38,8 +38,7 @@ from pathlib import Path
 import psutil
 
 from distill_rl.errors import DistillError, WorkerError
-from distill_rl.system.files import write_atomic
-from distill_rl.system.folders import OwnedFolder, remove_abandoned
+from distill_rl.system.files import OwnedFolder, remove_abandoned, write_atomic
 from distill_rl.system.memory import total_bytes
 from distill_rl.workers.cluster.reaper import end, with_descendants
 from distill_rl.workers.cluster.session import TMP, allowed_variables

@@ -24,7 +24,7 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
-from distill_rl.system.folders import OwnedFolder, remove_abandoned
+from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.system.memory import object_store_room, object_store_size
 from distill_rl.system.signals import signals_blocked
 from distill_rl.workers.cluster import access

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from distill_rl.observe.report.charts import Chart, Curve
-from distill_rl.observe.report.page import Dots, dots_svg, lines_svg
+from distill_rl.observe.report.report import Chart, Curve, Dots, dots_svg, lines_svg
 from distill_rl.system.files import write_atomic
 from tests.bench import harness
 from tests.bench.methods.settings import ROWS

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from distill_rl.losses import TopKLogprobs, kd_loss
-from distill_rl.store.compact import decode, encode
-from distill_rl.store.levels import to_levels
+from distill_rl.store.compact import decode, encode, to_levels
 from tests.bench import harness, language_models
 from tests.bench.language_models import Family, Recipe
 

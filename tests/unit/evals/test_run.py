@@ -76,7 +76,7 @@ def test_written_results_are_found_by_the_report(parrot: Path, questions: Path, 
     assert [row["id"] for row in rows] == [f"exact_match.jsonl:{number}" for number in (1, 2, 3, 4)]
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
     assert rows[0]["completion"] == "one two"
-    (row,) = read_runs([tmp_path / "run"], ["run"]).scores
+    (row,) = read_runs([tmp_path / "run"]).scores
     assert (row.model, row.suite, row.whole.score, row.whole.num_items) == ("student", "exact_match", 0.5, 4)
 
 

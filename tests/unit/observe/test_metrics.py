@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.observe.metrics import METRICS, Metric, described, is_sum, merge, page
+from distill_rl.observe.metrics import METRICS, PAGE, Metric, described, is_sum, merge
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_conflicting_reductions_are_refused() -> None:
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run `python -m distill_rl.observe.metrics > docs/metrics.md`"
+    assert DOCUMENT.read_text() == PAGE, "run `python -m distill_rl.observe.metrics > docs/metrics.md`"
 
 
 def test_only_means_are_over_something() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
-from distill_rl.observe.report.charts import read_run, sections
-from distill_rl.observe.report.report import figures
+from distill_rl.observe.report.report import figures, read_run, sections
 from distill_rl.observe.sinks import JsonlSink, Observer, ProgressSink, TensorBoardSink, open_observer, read_records
 from distill_rl.observe.timing import StepTimer
 from distill_rl.types import RunPaths

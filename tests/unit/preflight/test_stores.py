@@ -19,9 +19,7 @@ from distill_rl.data.reading import files
 from distill_rl.models.files import fingerprint_model, read_tokenizer, tokenizer_hash
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight import stores as documents
-from distill_rl.store.manifest import TEACHER, describe_teacher, write_manifest
-from distill_rl.store.shard import Record, serialize
-from distill_rl.store.store import Store
+from distill_rl.store.store import TEACHER, Record, Store, describe_teacher, serialize, write_manifest
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
 from tests.helpers.stores import MANIFEST, make_store, record_of

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from distill_rl.run.checkpoints.store import CheckpointStore
+from distill_rl.run.checkpoints import CheckpointStore
 from tests.helpers.kill_at_call import NO_EXCHANGE, Killer
 
 PROGRAM = """\
 import itertools, sys
 from pathlib import Path
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)
@@ -33,7 +33,7 @@ for step in itertools.count(first):
 AGAIN = """\
 import sys
 from pathlib import Path
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=1, keep_best=0)

@@ -10,7 +10,7 @@ from distill_rl.config.load import load_config
 from distill_rl.data.order import random_order
 from distill_rl.data.reading import files, source
 from distill_rl.errors import CheckpointError
-from distill_rl.run.checkpoints import store as checkpoints
+from distill_rl.run import checkpoints
 from distill_rl.run.job import prepare
 from distill_rl.run.opened import open_rows
 from distill_rl.types import RunPaths

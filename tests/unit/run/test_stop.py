@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from distill_rl.run import stop
+from distill_rl.run import run
 from distill_rl.types import RunPaths
 
 COMMAND = ["distill-rl", "train", "-c", "my run.yaml"]
@@ -29,7 +29,7 @@ def test_lines_say_what_is_saved_lost_and_how_to_go_on(tmp_path, saved, began, t
     for step in saved:
         (tmp_path / f"step-{step}").mkdir()
     (tmp_path / ".tmp-step-99-ab").mkdir()
-    first, second = stop.lines(tmp_path, COMMAND, began=began, trained=trained, resume=resume)
+    first, second = run.last_lines(tmp_path, COMMAND, began=began, trained=trained, resume=resume)
     assert first.startswith(f"stopped   {stopped}")
     assert second == AGAIN + mode
 
@@ -52,14 +52,14 @@ def test_a_run_that_failed_goes_on_from_what_is_there(tmp_path, saved, trained, 
     paths.metrics.write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(trained)))
     for step in saved:
         (paths.checkpoints / f"step-{step}").mkdir(parents=True)
-    assert stop.way_on(paths, resume) == line
+    assert run.way_on(paths, resume) == line
 
 
 def test_command_is_that_which_started_the_process(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["distill-rl"])
     overrides = ["a=1", "checkpoint.resume=latest", "b=[1, 2]"]
-    assert stop.command_line("x.yaml", overrides) == ["distill-rl", "train", "-c", "x.yaml", "a=1", "b=[1, 2]"]
+    assert run.command_line("x.yaml", overrides) == ["distill-rl", "train", "-c", "x.yaml", "a=1", "b=[1, 2]"]
     monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/distill-rl"])
-    assert stop.command_line("x.yaml", [])[0] == "/opt/venv/bin/distill-rl"
+    assert run.command_line("x.yaml", [])[0] == "/opt/venv/bin/distill-rl"
     monkeypatch.setattr(sys, "argv", ["/somewhere/distill_rl/__main__.py"])
-    assert stop.command_line("x.yaml", [])[:3] == [sys.executable, "-m", "distill_rl"]
+    assert run.command_line("x.yaml", [])[:3] == [sys.executable, "-m", "distill_rl"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distill_rl.store.levels import (
+from distill_rl.store.compact import (
     COUNT,
     LEAST,
     MASS_BITS,

@@ -11,8 +11,7 @@ from pyarrow import parquet
 
 from distill_rl.errors import StoreError
 from distill_rl.store import maintain
-from distill_rl.store.manifest import FILE, SHARDS, TEACHER, describe_teacher
-from distill_rl.store.store import Store
+from distill_rl.store.store import FILE, SHARDS, TEACHER, Store, describe_teacher
 from tests.helpers.kill_at_call import Killer
 from tests.helpers.stores import ENTRIES, ids, labels, make_store, piece_of, record_of
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.store.manifest import (
+from distill_rl.store.store import (
     FILE,
     TEACHER,
+    Store,
     describe_teacher,
     description_problems,
     read_manifest,
     require_same,
     write_manifest,
 )
-from distill_rl.store.store import Store
 from tests.helpers.stores import MANIFEST
 
 

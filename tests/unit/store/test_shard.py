@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from distill_rl.errors import StoreError
-from distill_rl.store.shard import SUFFIX, Record, Shard, serialize
+from distill_rl.store.store import SUFFIX, Record, Shard, serialize
 from tests.helpers.stores import MANIFEST, record_of
 
 

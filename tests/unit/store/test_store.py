@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.store.manifest import FILE, SHARDS
-from distill_rl.store.store import Store, StoreWriter
+from distill_rl.store.store import FILE, SHARDS, Store, StoreWriter
 from tests.helpers.stores import ids, labels, make_store, piece_of, record_of
 
 BOS = 900

@@ -12,9 +12,7 @@ import pytest
 
 from distill_rl.errors import StoreError
 from distill_rl.store import store as store_module
-from distill_rl.store.manifest import SHARDS
-from distill_rl.store.shard import SUFFIX, Column, Record
-from distill_rl.store.store import Store, StoreWriter, process_home
+from distill_rl.store.store import SHARDS, SUFFIX, Column, Record, Store, StoreWriter, process_home
 from tests.helpers.command import until
 from tests.helpers.stores import ids, labels, make_store, piece_of, record_of
 

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.run.checkpoints import store as checkpoints
-from distill_rl.run.checkpoints.files import MANIFEST, manifest_of, sealed
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run import checkpoints
+from distill_rl.run.checkpoints import MANIFEST, CheckpointStore, SavedState, manifest_of, sealed
 from distill_rl.student.engine import StudentEngine
 from distill_rl.system.files import write_json
 from distill_rl.types import TrainState

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.system.folders import made_once, point_at, put_in_place, remove_leftovers, replacing, restore
+from distill_rl.system.files import made_once, point_at, put_in_place, remove_leftovers, replacing, restore
 from tests.helpers.kill_at_call import NO_EXCHANGE, NO_LOCKS, Killer
 
 
@@ -85,14 +85,14 @@ def test_a_folder_in_place_of_a_link_is_kept_under_another_name(tmp_path):
 REPLACE = """\
 import sys
 from pathlib import Path
-from distill_rl.system.folders import replacing
+from distill_rl.system.files import replacing
 with replacing(Path(sys.argv[1])) as new:
     (new / "deep").mkdir()
     for name in ("text", "deep/text"):
         (new / name).write_text("new")
 """
 RESTORE = (
-    "import sys; from pathlib import Path; from distill_rl.system.folders import restore; restore(Path(sys.argv[1]))"
+    "import sys; from pathlib import Path; from distill_rl.system.files import restore; restore(Path(sys.argv[1]))"
 )
 OLD, NEW = {"text": "old", "only-old": "old"}, {"text": "new", "deep/text": "new"}
 

@@ -12,7 +12,7 @@ import torch
 from distill_rl.config.schema import Config
 from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.parallel.mesh import World
-from distill_rl.store.manifest import SERVED, served_identity, write_manifest
+from distill_rl.store.store import SERVED, served_identity, write_manifest
 from distill_rl.teacher.build import build_teacher
 from distill_rl.teacher.scored import ScoredTeacher
 from distill_rl.teacher.stored import StoredTeacher

@@ -15,8 +15,7 @@ from distill_rl.config.schema import ParallelConfig
 from distill_rl.config.schema.backends import StoreConfig
 from distill_rl.errors import DataError
 from distill_rl.store.compact import error_bound
-from distill_rl.store.shard import Shard
-from distill_rl.store.store import Store, StoreWriter
+from distill_rl.store.store import Shard, Store, StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.stored import StoredTeacher
 from distill_rl.types import IGNORE_INDEX, RankBatch

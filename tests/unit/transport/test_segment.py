@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from distill_rl.errors import TransportError
-from distill_rl.system import folders as owned_folders
+from distill_rl.system import files
 from distill_rl.transport import segment as module
 from distill_rl.transport.base import Ring
 from distill_rl.transport.segment import NONCE_BYTES, SHM, Segment, sweep
@@ -122,7 +122,7 @@ def test_missing_descriptors_fail_without_leftovers(backing, left):
 def test_folder_swept_before_locking_is_recreated(monkeypatch):
     """The sweep happens between the creation and the locking of the first folder."""
     sweep()
-    before, claim, lost = folders(), owned_folders.claim, []
+    before, claim, lost = folders(), files.claim, []
 
     def late_claim(folder):
         if not lost and folder not in before:
@@ -130,7 +130,7 @@ def test_folder_swept_before_locking_is_recreated(monkeypatch):
             assert sweep() == [folder]
         return claim(folder)
 
-    monkeypatch.setattr(owned_folders, "claim", late_claim)
+    monkeypatch.setattr(files, "claim", late_claim)
     segment = Segment.create(SIZE, "file")
     assert folders() - before == {Path(segment.address.folder)} != set(lost)
     segment.close()

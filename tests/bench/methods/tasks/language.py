@@ -13,8 +13,7 @@ from types import MappingProxyType
 from distill_rl.config.load import load_config
 from distill_rl.demo.material import new_model
 from distill_rl.demo.recipe import RECIPE, ModelSizes
-from distill_rl.system.files import write_atomic, write_json_lines
-from distill_rl.system.folders import made_once
+from distill_rl.system.files import made_once, write_atomic, write_json_lines
 from tests.bench.material import train_tokenizer
 from tests.bench.methods.scores import HeldOut
 from tests.bench.methods.settings import CE

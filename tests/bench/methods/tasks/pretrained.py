@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from distill_rl.demo import real
-from distill_rl.system.files import write_atomic, write_json_lines
-from distill_rl.system.folders import made_once
+from distill_rl.system.files import made_once, write_atomic, write_json_lines
 from tests.bench import harness
 from tests.bench.methods.scores import HeldOut
 from tests.bench.methods.tasks.base import Prepared, Task, fingerprint

@@ -11,8 +11,7 @@ from distill_rl.config.load import load_config
 from distill_rl.demo.material import Material, draw_rows, make_material
 from distill_rl.demo.recipe import Recipe, question_row, training_row
 from distill_rl.system.environment import CONFIGS
-from distill_rl.system.files import sha256, write_json_lines
-from distill_rl.system.folders import made_once
+from distill_rl.system.files import made_once, sha256, write_json_lines
 from tests.bench.methods.scores import HeldOut
 from tests.bench.methods.settings import CE
 from tests.bench.methods.tasks.base import Prepared, Task, fingerprint

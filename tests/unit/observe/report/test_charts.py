@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from distill_rl.observe.report import charts
-from distill_rl.observe.report.charts import Curve, Steps, decimate, line_chart, number, stacked_chart, thin
+from distill_rl.observe.report import report
+from distill_rl.observe.report.report import Curve, Steps, decimate, line_chart, number, stacked_chart, thin
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_values_that_are_not_positive_get_a_linear_axis(low: float) -> None:
 
 
 @pytest.mark.parametrize("points", [[], [(1, math.nan)]])
-def test_nothing_to_draw_gives_no_chart(points: list[charts.Point]) -> None:
+def test_nothing_to_draw_gives_no_chart(points: list[report.Point]) -> None:
     assert line_chart("t", [Curve("a", points)]) is None
 
 
@@ -89,7 +89,7 @@ def test_stacked_curves_show_their_shares_and_are_thinned_to_means() -> None:
     chart = stacked_chart("t", [a, b], "s")
     assert chart is not None
     assert [curve.label for curve in chart.curves] == ["a 25%", "b 75%"]
-    assert len(chart.curves[1].points) <= charts.MAX_AREA_POINTS
+    assert len(chart.curves[1].points) <= report.MAX_AREA_POINTS
     assert chart.curves[1].points[0][1] == pytest.approx(3.0)
 
 

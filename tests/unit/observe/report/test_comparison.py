@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distill_rl.evals.compare import compare, find
-from distill_rl.observe.report.page import write_comparison
+from distill_rl.observe.report.report import write_comparison
 from tests.helpers.page import HOSTILE, Page
 from tests.helpers.results import numbered, write_result
 

@@ -8,8 +8,8 @@ from importlib import resources
 
 import pytest
 
-from distill_rl.observe.report import page
-from distill_rl.observe.report.page import SCRIPTS
+from distill_rl.observe.report import report
+from distill_rl.observe.report.report import SCRIPTS
 
 UPLOT = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -25,7 +25,7 @@ def test_the_chart_library_is_the_released_file(name: str) -> None:
 
 
 def test_pages_carry_the_licence_of_the_library() -> None:
-    assert "Permission is hereby granted" in page._library()
+    assert "Permission is hereby granted" in report._library()
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "uplot/uPlot.iife.min.js", "page.css", "charts.css"])
@@ -38,7 +38,7 @@ def test_assets_fit_into_their_elements(name: str) -> None:
 
 def test_data_read_back_unchanged_and_hold_no_markup() -> None:
     data = {"</script><!--": ["&amp;", "\u2028", "é\ud800", 1.5, None]}
-    text = page._json(data)
+    text = report._json(data)
     assert text.isascii()
     assert not {"<", ">", "&"} & set(text)
     assert json.loads(text) == data

@@ -10,8 +10,7 @@ from distill_rl.config.save import fingerprint, save_config
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError
 from distill_rl.evals.compare import of_run
-from distill_rl.observe.report.charts import read_run
-from distill_rl.observe.report.report import write_report
+from distill_rl.observe.report.report import read_run, write_report
 from distill_rl.observe.report.scores import Evaluation, read_runs
 from tests.helpers import results
 from tests.helpers.page import HOSTILE, Page
@@ -55,8 +54,7 @@ def make_config() -> Config:
 
 
 def report(run: Path, *comparisons: Path, evaluation: Evaluation | None = None) -> Page:
-    runs = [run, *comparisons]
-    evaluation = evaluation or read_runs(runs, [folder.name for folder in runs])
+    evaluation = evaluation or read_runs([run, *comparisons])
     path = write_report(run, evaluation=evaluation, comparisons=comparisons)
     assert path == run / "report.html"
     return Page(path.read_text("utf-8"))
@@ -173,7 +171,7 @@ def test_models_are_listed_in_order_of_evaluation(tmp_path: Path) -> None:
     for when, model in enumerate(("teacher", "a_student", "m_control")):
         write_result(run, model)
         os.utime(run / "evals" / model / "exact_match.json", (when, when))
-    assert read_runs([run], ["r"]).models == ["teacher", "a_student", "m_control"]
+    assert read_runs([run]).models == ["teacher", "a_student", "m_control"]
 
 
 def test_summary_scores_are_used_without_results(tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ def test_damaged_results_are_left_out_and_reported(tmp_path: Path) -> None:
     for name, content in (("torn", '{"score": 0.'), ("list", "[]"), ("text", '{"score": "high"}'), ("odd", '{"score": 0.5, "interval": 3, "per_task": [1], "num_items": "x"}')):  # fmt: skip
         write_result(run, name)
         (run / "evals" / name / "exact_match.json").write_text(content)
-    assert set(read_runs([run], ["r"]).models) == {"good", "odd"}
+    assert set(read_runs([run]).models) == {"good", "odd"}
     page = report(run)
     assert "good" in page.texts
     assert f"{run / 'evals' / 'torn' / 'exact_match.json'}: must be JSON" in page.text, "it is left out and reported"

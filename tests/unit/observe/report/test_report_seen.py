@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.save import save_config
-from distill_rl.observe.report.charts import number
-from distill_rl.observe.report.report import write_report
+from distill_rl.observe.report.report import number, write_report
 from distill_rl.observe.report.scores import read_runs
 from tests.helpers import results
 from tests.helpers.chromium import PROGRAM, Browser, View, chromium
@@ -84,15 +83,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> Path:
-    return write_report(run, evaluation=read_runs([run], [run.name]))
+    return write_report(run, evaluation=read_runs([run]))
 
 
 @pytest.fixture(scope="module")
 def three_runs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
     others = [write_run(folder / "second", 2.0), write_run(folder / "<script>third", 3.0)]
-    names = [path.name for path in (run, *others)]
-    evaluation = read_runs([run, *others], names)
+    evaluation = read_runs([run, *others])
     return write_report(run, comparisons=others, evaluation=evaluation, out=folder / "three.html")
 
 

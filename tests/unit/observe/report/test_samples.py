@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from distill_rl.observe.report.charts import ReportRun
-from distill_rl.observe.report.report import MAX_CHARACTERS, MAX_STEPS, samples
+from distill_rl.observe.report.report import MAX_CHARACTERS, MAX_STEPS, ReportRun, samples
 from distill_rl.types import RunPaths
 
 

@@ -103,7 +103,7 @@ def test_step_is_read_from_the_folder_name(tmp_path: Path) -> None:
     for name in ("step-120", "step-x", "step-7-old"):
         (tmp_path / "evals" / name).mkdir(parents=True)
         read(tmp_path / "evals" / name)
-    assert {score.model: score.step for score in read_runs([tmp_path], ["r"]).scores} == {
+    assert {score.model: score.step for score in read_runs([tmp_path]).scores} == {
         "step-7-old": None,
         "step-x": None,
         "step-120": 120,
@@ -113,4 +113,4 @@ def test_step_is_read_from_the_folder_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("summary", ["{", "[]", '{"teacher": "x"}', "[" * 100_000])
 def test_damaged_summary_has_no_scores(tmp_path: Path, summary: str) -> None:
     (tmp_path / "summary.json").write_text(summary)
-    assert read_runs([tmp_path], ["r"]) == Evaluation()
+    assert read_runs([tmp_path]) == Evaluation()

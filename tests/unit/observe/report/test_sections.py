@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.observe.report.charts import ReportRun, Section, constants, sections
+from distill_rl.observe.report.report import ReportRun, Section, constants, sections
 
 
 def make_run(*metrics: str, name: str = "r", steps: int = 3, **values: list[Any]) -> ReportRun:

@@ -8,8 +8,7 @@ import pytest
 
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.observe.report.charts import ReportRun, read_run, read_runs
-from distill_rl.observe.report.report import differences, environment, figures, header
+from distill_rl.observe.report.report import ReportRun, differences, environment, figures, header, read_run, read_runs
 from distill_rl.system.environment import environment as this_environment
 
 MACHINE = {

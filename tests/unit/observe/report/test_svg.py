@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_rl.observe.report.charts import Chart, Curve
-from distill_rl.observe.report.page import Dots, dots_svg, lines_svg, ticks_between
+from distill_rl.observe.report.report import Chart, Curve, Dots, dots_svg, lines_svg, ticks_between
 
 SVG = "{http://www.w3.org/2000/svg}"
 

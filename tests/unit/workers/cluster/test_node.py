@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import WorkerError
-from distill_rl.system.folders import OwnedFolder, remove_abandoned
+from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 from distill_rl.workers.cluster.node import Node, address_of_this_machine, require_free_ports
 from tests.helpers.command import ended, until
@@ -153,7 +153,7 @@ def test_the_nodes_of_a_job_take_the_first_range_that_is_free_on_all_of_them(tmp
 
 DAEMONS = """\
 import ctypes, os, signal, subprocess, sys, time
-from distill_rl.system.folders import OwnedFolder, remove_abandoned
+from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 signal.pthread_sigmask(signal.SIG_BLOCK, ray_node._BLOCKED_SIGNALS)
 ctypes.CDLL(None).prctl(ray_node._SUBREAPER, 1, 0, 0, 0)
@@ -191,7 +191,7 @@ def test_node_ends_on_request_but_not_on_scheduler_signal(tmp_path, number):
 STARTS = """\
 import pathlib, sys, time
 from distill_rl.errors import WorkerError
-from distill_rl.system.folders import OwnedFolder, remove_abandoned
+from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 folder = pathlib.Path(sys.argv[1])
 node = ray_node.Node(folder, folder, "n1", 0, 10000, 60.0)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import CheckpointError, WorkerError
-from distill_rl.run.checkpoints import saver as saving
-from distill_rl.run.checkpoints.saver import Saver
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run import checkpoints
+from distill_rl.run.checkpoints import CheckpointStore, SavedState, Saver
 from distill_rl.system.files import write_json
 from distill_rl.types import TrainState
 
@@ -129,8 +128,8 @@ def test_failed_run_drops_save_of_dead_or_silent_ranks(store, ranks, tmp_path, w
             saver.save(state(2))
             raise RuntimeError("the student died")
 
-    monkeypatch.setattr(saving, "_PATIENCE_S", 30.0 if why == "dead" else 0.3)
-    monkeypatch.setattr(saving, "_LIVENESS_POLL_S", 0.1)
+    monkeypatch.setattr(checkpoints, "_PATIENCE_S", 30.0 if why == "dead" else 0.3)
+    monkeypatch.setattr(checkpoints, "_LIVENESS_POLL_S", 0.1)
     with saver_over(store, ranks) as saver:
         saver.save(state(1))
         saver.settle()
@@ -192,10 +191,9 @@ def test_save_at_once_commits_and_raises_without_a_thread(store, tmp_path, in_ba
 DISK_FULL = """\
 import sys
 from pathlib import Path
-from distill_rl.run.checkpoints.store import CheckpointStore
 from distill_rl.errors import DistillError
-from distill_rl.run.checkpoints.saver import Saver
-from tests.unit.run.checkpoints.test_saver import Ranks, state
+from distill_rl.run.checkpoints import CheckpointStore, Saver
+from tests.unit.run.test_saver import Ranks, state
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 store = CheckpointStore(folder / "checkpoints", keep_last=2, keep_best=0)

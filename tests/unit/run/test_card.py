@@ -8,7 +8,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.observe.report.card import is_untouched, model_card
+from distill_rl.run import card as cards
+from distill_rl.run.card import card_of, is_untouched
 from tests.helpers.hub import card_errors
 
 HOSTILE = "x```\n---\nlicense: mit\n# <script>alert(1)</script> `code` | [link](javascript:1)"
@@ -22,7 +23,7 @@ def make_config(**student: str) -> Config:
 
 
 def test_card_shows_origin_and_scores() -> None:
-    card = model_card(make_config(), step=600, data_fingerprint="f" * 64, scores={"eval/exact_match": 0.943})
+    card = card_of(make_config(), step=600, data_fingerprint="f" * 64, scores={"eval/exact_match": 0.943})
     for fact in ("# quickstart", "`runs/teacher`", "`runs/student`", "`600`", "f" * 64, "0.9430", "Teacher big"):
         assert fact in card
     assert "global_batch_size: 32" in card
@@ -33,17 +34,17 @@ def test_yaml_header_has_base_model_only_for_hub_names() -> None:
     def header(card: str) -> dict[str, object]:
         return yaml.safe_load(card.split("---\n")[1])
 
-    hub = header(model_card(make_config(model="meta-llama/Llama-3.2-1B"), step=1, data_fingerprint=""))
+    hub = header(card_of(make_config(model="meta-llama/Llama-3.2-1B"), step=1, data_fingerprint=""))
     assert hub["base_model"] == "meta-llama/Llama-3.2-1B"
     assert hub["base_model_relation"] == "finetune"
     assert hub["library_name"] == "transformers"
-    assert "base_model" not in header(model_card(make_config(model="/models/llama"), step=1, data_fingerprint=""))
+    assert "base_model" not in header(card_of(make_config(model="/models/llama"), step=1, data_fingerprint=""))
 
 
 def test_card_without_teachers() -> None:
     config = make_config()
     config.teachers = []
-    assert "no teacher (cross-entropy with the data only)" in model_card(config, step=1, data_fingerprint="")
+    assert "no teacher (cross-entropy with the data only)" in card_of(config, step=1, data_fingerprint="")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_card_says_what_was_minimised(
     config.teachers[0].export = export  # type: ignore[assignment]
     for name, value in loss.items():
         setattr(config.loss, name, value)
-    card = model_card(config, step=1, data_fingerprint="", methods=methods)
+    card = card_of(config, step=1, data_fingerprint="", methods=methods)
     assert f"| Loss | `{line}` |" in card
     trained = loss.get("kd_weight", 1) > 0
     assert ("Teacher big" in card) is ("distributions of `runs/teacher`" in card) is trained
@@ -77,7 +78,7 @@ def test_card_says_what_was_minimised(
 def test_markup_in_names_is_escaped() -> None:
     config = make_config(model=HOSTILE)
     config.run.name = config.teachers[0].name = config.teachers[0].model = config.data.path = HOSTILE
-    card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0})
+    card = card_of(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0})
     front, body = card.split("---\n", 2)[1:]
     entries = yaml.safe_load(front)
     assert set(entries) == {"library_name", "pipeline_tag", "license", "tags", "model-index", "distill_rl"}
@@ -99,10 +100,10 @@ def test_markup_in_names_is_escaped() -> None:
 def test_secrets_are_not_in_the_card(secret: str) -> None:
     config = make_config()
     config.data.path = config.student.model = config.teachers[0].model = secret
-    assert "hunter2" not in model_card(config, step=1, data_fingerprint="")
+    assert "hunter2" not in card_of(config, step=1, data_fingerprint="")
 
 
-def test_header_is_what_the_hub_reads() -> None:
+def test_header_is_what_the_hub_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own classes find lineage, scores, licence and data hash in it."""
     config = make_config(model="meta-llama/Llama-3.2-1B")
     config.teachers[0].model = "/models/teacher"
@@ -115,13 +116,13 @@ def test_header_is_what_the_hub_reads() -> None:
         "eval/bad": float("nan"),
     }
     licence = {"license": "other", "license_name": "theirs", "license_link": "https://user:hunter2@host/terms"}
-    text = model_card(
+    monkeypatch.setattr(cards, "licence_of", lambda model: {"org/teacher": {"license": "gemma"}}.get(model.model, {}))
+    text = card_of(
         config,
         step=7,
         data_fingerprint="f" * 64,
         scores=scores,
         licence=licence,
-        teacher_licences=[{}, {"license": "gemma"}],
     )
     card = ModelCard(text).data
     assert (card.base_model, card["base_model_relation"]) == ("meta-llama/Llama-3.2-1B", "finetune")
@@ -147,7 +148,7 @@ def test_header_is_what_the_hub_reads() -> None:
 
 
 def test_an_edited_card_is_recognised() -> None:
-    card = model_card(make_config(), step=1, data_fingerprint="")
+    card = card_of(make_config(), step=1, data_fingerprint="")
     assert is_untouched(card)
     assert not is_untouched(card + " ")
     assert not is_untouched(card.replace('"step": 1', '"step": 2'))

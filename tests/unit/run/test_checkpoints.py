@@ -4,8 +4,8 @@ import os
 import pytest
 
 from distill_rl.errors import CheckpointError
-from distill_rl.run.checkpoints import store as checkpoints
-from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.run import checkpoints
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.system.files import write_json
 from distill_rl.types import Cursor, TrainState
 
