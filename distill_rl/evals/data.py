@@ -352,7 +352,7 @@ def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
     else:
         roots = list(_roots(data, names))
         found = (_in_root(root, names, split, may_hold_others=root == data) for root in roots)
-        files, searched = next(filter(None, found), None) or _lone(data, names, split), roots or [data]
+        files, searched = next(filter(None, found), []) or _lone(data, names, split), roots or [data]
     if not files:
         listed = ", ".join(map(str, searched[:3]))
         if len(searched) > 3:
