@@ -134,7 +134,7 @@ class _TeacherSums:
     num_asked: int
     """These tokens."""
     agreement: list[float]
-    """Of `TeacherComparison.agreement`; empty if it was not measured."""
+    """Of `TeacherTerm.agreement`; empty if it was not measured."""
 
     @property
     def kl_name(self) -> str:

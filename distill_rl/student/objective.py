@@ -49,7 +49,7 @@ from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TeacherPart, To
 TINY = 1e-300
 """In place of a denominator of 0: what it divides is 0, too."""
 SUMS = 8
-"""Numbers of `TeacherComparison.agreement`."""
+"""Numbers of `TeacherTerm.agreement`."""
 
 
 @as_tree
@@ -71,7 +71,7 @@ class ObjectiveOutput:
     """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
     teachers."""
     agreement: Tensor | None = None
-    """fp64 [teachers, SUMS], if it was asked for (`TeacherComparison.agreement`). Zeros for what has no meaning."""
+    """fp64 [teachers, SUMS], if it was asked for (`TeacherTerm.agreement`). Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Objective(nn.Module):
 
     def _comparisons(
         self, student: Student, batch: ComparedRows, targets: Sequence[Target | None]
-    ) -> list[TeacherComparison]:
+    ) -> list[TeacherTerm]:
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
         found = []
@@ -236,7 +236,7 @@ class Objective(nn.Module):
             target = None if sent is None else teacher.with_head(sent)
             if isinstance(target, DenseLogits) and teacher.cross is None:
                 target = with_columns_of(student, target)
-            found.append(TeacherComparison(share, target, teacher.cross, part.chunks, asked))
+            found.append(TeacherTerm(share, target, teacher.cross, part.chunks, asked))
         return found
 
 
@@ -315,7 +315,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherComparison:
+class TeacherTerm:
     """A micro-batch beside one teacher."""
 
     share: float

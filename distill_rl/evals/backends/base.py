@@ -201,7 +201,7 @@ _MAX_TEXTLESS_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EncodedRow:
     """Tokens that a model runs for an item."""
 
     item_index: int
@@ -213,7 +213,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRow(Row):
+class PromptRow(EncodedRow):
     """A prompt to be completed."""
 
     max_new_tokens: int
@@ -221,7 +221,7 @@ class PromptRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceRow(Row):
+class ChoiceRow(EncodedRow):
     """The context of choices, and the choices that this row scores.
 
     The context is followed by all tokens of a choice but the last, which only has to be predicted. Choices that differ
@@ -373,7 +373,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _complete(self, rows: Sequence[PromptRow], stops: StopDetector) -> Iterator[tuple[int, Output]]:
-        """Yields (`Row.item_index`, output) for every row, in any order."""
+        """Yields (`EncodedRow.item_index`, output) for every row, in any order."""
 
     @abstractmethod
     def _score(self, rows: Sequence[ChoiceRow]) -> Iterator[tuple[ChoiceRow, Mapping[int, float], int]]:

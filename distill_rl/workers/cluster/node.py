@@ -69,7 +69,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     """One node of a Ray cluster, as the process that runs it knows it."""
 
     shared: Path
@@ -86,7 +86,7 @@ class Node:
     """Address of another node; empty if there is none, or it is not known."""
 
     @classmethod
-    def of_job(cls, shared: Path, logs: Path) -> Node:
+    def of_job(cls, shared: Path, logs: Path) -> RayNode:
         """Returns the node that this process is to run, from environment variables.
 
         Slurm sets the node's name and index; without them it is the head, named after the host. RAY_PORT is the first
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared, logs = map(Path, sys.argv[1:] if arguments is None else arguments)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    node = Node.of_job(shared, logs)
+    node = RayNode.of_job(shared, logs)
     node.say("here")
     code = 0
     folder: Path | None = None
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _serve(node: Node, folder: Path) -> None:
+def _serve(node: RayNode, folder: Path) -> None:
     """Starts Ray with its files in `folder`, reports that it runs, and blocks until the node is asked to end."""
     # A node other than the head first waits for the head's address. Ray still runs on return; the caller ends it.
     deadline = time.monotonic() + node.deadline_s
@@ -189,7 +189,7 @@ def _serve(node: Node, folder: Path) -> None:
             raise WorkerError("Ray", "must run until the job ends", f"exit code {ray.returncode}", f"see {node.log}")
 
 
-def _agreed(node: Node, deadline: float) -> Node:
+def _agreed(node: RayNode, deadline: float) -> RayNode:
     # The node with the ports on which all nodes of the job agree: of the first range, from that of the job's id on, that is free on each.
     # Jobs with consecutive ids, requeued ones too, so have ranges of their own; a range that another process uses is passed over.
     free = [first for first in _RANGES if all(map(_is_free, replace(node, first_port=first).ports.values()))]
@@ -205,7 +205,7 @@ def _agreed(node: Node, deadline: float) -> Node:
     raise WorkerError("RAY_PORT", rule, "none is", "set RAY_PORT to the first of 100 free ports")
 
 
-def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
+def _start(node: RayNode, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
     """Runs `command` (`ray start`) until Ray is up, and returns its process. Its output is appended to the node's log."""
     # Repeats it until `deadline` (of `time.monotonic`) if Ray ended only because it was too slow: it allows a node 30 s. All descendants of
     # this process are then killed first.
@@ -225,7 +225,7 @@ def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Po
         end_descendants()
 
 
-def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str) -> None:
+def _wait(node: RayNode, condition: Callable[[], bool], deadline: float, rule: str) -> None:
     """Waits until `condition` is true, checking it about five times a second."""
     while not condition():
         if _asked_to_end(node):
@@ -235,7 +235,7 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
             raise WorkerError("Ray", rule, limit, f"see {node.log}, or raise RAY_START_TIMEOUT")
 
 
-def _asked_to_end(node: Node) -> bool:
+def _asked_to_end(node: RayNode) -> bool:
     """Returns whether SIGUSR2 or the file `stop` asks this node to end, after waiting up to 0.2 s for a signal."""
     # Takes one blocked signal at most. A SIGTERM is recorded as `told-NODE`; it and all others are otherwise ignored.
     received = signal.sigtimedwait(_BLOCKED_SIGNALS, _POLL_S)
@@ -245,7 +245,7 @@ def _asked_to_end(node: Node) -> bool:
     return number == signal.SIGUSR2 or (node.shared / "stop").exists()
 
 
-def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
+def _command(node: RayNode, ip: str, head: str, folder: Path) -> list[str]:
     """Returns the `ray start` command line for this node."""
     # It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and RAY_DASHBOARD, as far as
     # they are set. Of less memory than the machine has (`total_bytes`), Ray gets 30 % for its objects, as it would of a machine, and the
@@ -282,7 +282,7 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role, *options]
 
 
-def _environment(node: Node) -> dict[str, str]:
+def _environment(node: RayNode) -> dict[str, str]:
     """Returns the environment of Ray's processes: what `allowed_variables` keeps, and the token's file."""
     # Tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
@@ -323,7 +323,7 @@ def _source_address(towards: str) -> str | None:
             return None
 
 
-def require_free_ports(node: Node) -> None:
+def require_free_ports(node: RayNode) -> None:
     """Checks that no process listens on any of the ports that Ray gets on this node.
 
     Raises:
@@ -364,7 +364,7 @@ def end_descendants() -> list[str]:
     return [f"{process.pid} {process.name()}" for process in family if process.is_running()]
 
 
-def _keep_logs(folder: Path, node: Node) -> None:
+def _keep_logs(folder: Path, node: RayNode) -> None:
     """Copies the last 200 kB of each log that Ray has left in `folder` to the folder `ray-NODE` of the run's logs."""
     # Logs are the non-empty .out, .err and .log files of Ray's last session.
     kept = node.logs / f"ray-{node.name}"

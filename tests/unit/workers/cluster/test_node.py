@@ -15,7 +15,7 @@ import pytest
 from distill_rl.errors import WorkerError
 from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
-from distill_rl.workers.cluster.node import Node, address_of_this_machine, require_free_ports
+from distill_rl.workers.cluster.node import RayNode, address_of_this_machine, require_free_ports
 from tests.helpers.command import ended, until
 
 EPHEMERAL = 32768
@@ -23,7 +23,7 @@ EPHEMERAL = 32768
 
 
 def node(tmp_path, index=0, first_port=10000):
-    return Node(tmp_path, tmp_path, f"n{index}", index, first_port, 10.0)
+    return RayNode(tmp_path, tmp_path, f"n{index}", index, first_port, 10.0)
 
 
 def option(command, name):
@@ -132,7 +132,7 @@ def agreed(folder: Path, index: int, job: int, taken: list[int]) -> int:
     """The first port on which node `index` of two agrees with the other, which finds all but `taken` free."""
     other = " ".join(str(first) for first in range(10000, 16000, 100) if first not in taken)
     (folder / f"free-n{1 - index}").write_text(other)
-    alone = Node(folder, folder, f"n{index}", index, 0, 10.0, ("n0", "n1"))
+    alone = RayNode(folder, folder, f"n{index}", index, 0, 10.0, ("n0", "n1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", str(job))
         return ray_node._agreed(alone, time.monotonic() + 10).first_port
@@ -194,7 +194,7 @@ from distill_rl.errors import WorkerError
 from distill_rl.system.files import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 folder = pathlib.Path(sys.argv[1])
-node = ray_node.Node(folder, folder, "n1", 0, 10000, 60.0)
+node = ray_node.RayNode(folder, folder, "n1", 0, 10000, 60.0)
 for _ in range(2):
     try:
         started = ray_node._start(node, [sys.executable, "-c", sys.argv[2], str(folder / "tries")], time.monotonic() + 60)
@@ -227,6 +227,6 @@ def test_only_a_slow_ray_start_is_retried(tmp_path):
 
 def test_missing_head_is_an_error_at_the_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_node, "_asked_to_end", lambda node: False)
-    late = Node(tmp_path, tmp_path, "n2", 1, 10000, 0.0)
+    late = RayNode(tmp_path, tmp_path, "n2", 1, 10000, 0.0)
     with pytest.raises(WorkerError, match="the head must be up; got nothing after 0 s"):
         ray_node._serve(late, tmp_path)
