@@ -124,7 +124,7 @@ def environment() -> dict[str, str]:
     return os.environ | VARIABLES
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.05) -> None:
+def until(condition: Callable[[], object], what: str, deadline_s: float = 300.0, every_s: float = 0.05) -> None:
     """Waits until the condition holds, which is looked at every few milliseconds; fails at the deadline with `what` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():
