@@ -7,8 +7,8 @@ the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions define it:
     slope   ∂f/∂(log q) = q · ∂f/∂q
 
 because q is a softmax of u, so that ∂D/∂u_v = slope_v − q_v · Σ_w slope_w. To add one: a class with these two lines,
-an entry in `DIVERGENCES`, and a line each in `LOG_DIVERGENCES` and `BALANCES` of `reference.py`, from which the tests
-take the truth.
+an entry in `DIVERGENCES`, its name in `LossConfig.divergence` of `config/schema/`, and a line each in `LOG_DIVERGENCES`
+and `BALANCES` of `reference.py`, from which the tests take the truth.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class KDOutput:
     loss: Tensor
     """kd_ratio · KD + (1 − kd_ratio) · CE."""
     kd_loss: Tensor
-    """KD, T² included, weighted by the token weights. 0 without a teacher."""
+    """KD, T² included (applied per row, in `core/rows.py`), weighted by the token weights. 0 without a teacher."""
     ce_loss: Tensor | None
     """Cross-entropy at T = 1, weighted by the token weights. None without labels."""
     num_tokens: Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_stop import PROMISE_S
+from tests.cli.test_signals import PROMISE_S
 from tests.helpers.command import DEADLINE_S, environment, running, series, until
 
 pytestmark = pytest.mark.cli

@@ -1,4 +1,4 @@
-"""Ctrl-C: exit code, message, nothing left. Signals of schedulers and errors of workers: tests/faults/test_stop.py."""
+"""Ctrl-C: exit code, message, nothing left. Signals of schedulers and errors of workers: tests/faults/test_signals.py."""
 
 import os
 import re

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.cli.test_stop import PROMISE_S, training
+from tests.cli.test_signals import PROMISE_S, training
 from tests.helpers.command import distill_rl, series
 
 pytestmark = pytest.mark.cli
