@@ -248,8 +248,8 @@ def print_checks(console: Console, checks: Sequence[PropertyCheck]) -> None:
 
 
 def _lines(report: CoverageReport, ends: Endings) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line of the audit, in the order of printing: how the two tokenizations match, the stop tokens of both
-    sides, and the share of rows that end in one on both."""
+    # (label, text) for each line of the audit, in the order of printing: how the two tokenizations match, the stop tokens of both sides,
+    # and the share of rows that end in one on both.
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"

@@ -145,8 +145,8 @@ def _checked(
 
 
 def _write_following_evaluation(config: Config, run: Path, values: Mapping[str, str], *, tasks: int) -> str:
-    """Writes the script that evaluates the export of a run, or of each of its array, as the run would ask its suites at the end;
-    returns the command that submits it."""
+    # Writes the script that evaluates the export of a run, or of each of its array, as the run would ask its suites at the end; returns the
+    # command that submits it.
     script, where, asked = run / EVALUATION, "{run}" if tasks else str(run), config.evaluate
     assert asked.data is not None
     options = {

@@ -128,11 +128,7 @@ def _write_script(options: Mapping[str, Any]) -> int:
 def _prepare(
     models: Sequence[str], suites: Sequence[str], data: Path, out: Path | None, options: Options, where: ExecutorOptions
 ) -> tuple[list[Model], list[LoadedSuite]]:
-    """The models and the loaded suites of a command line, checked; no weights are read and nothing is started.
-
-    Raises:
-        ConfigError: all problems of models, suites, their data and options at once.
-    """
+    """The models and the loaded suites of a command line, checked; no weights are read and nothing is started."""
     from distill_rl.evals.options import load_questions, without_effect
     from distill_rl.evals.run import check_models
 

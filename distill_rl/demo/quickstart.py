@@ -278,11 +278,7 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
 
 
 def _require_usable(overrides: Sequence[str], config: Path, runs: Sequence[RunPaths]) -> None:
-    """Checks for problems that `train` would find only after minutes of other work.
-
-    Args:
-        runs: those that must be new.
-    """
+    """Checks for problems that `train` would find only after minutes of other work."""
     refused = [
         problem(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}")
         for text in overrides

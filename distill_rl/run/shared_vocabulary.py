@@ -89,11 +89,7 @@ def tokens_beyond(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) ->
 
 
 def _merely_added(tokenizer: Any, size: int, stops: Sequence[int], *, writes: bool) -> tuple[str, ...] | None:
-    """The tokens from id `size` on, by id; None if one is more than merely added, or ends answers.
-
-    Args:
-        writes: None also if the tokenizer writes one into every text, as its bos or in its chat template.
-    """
+    """The tokens from id `size` on, by id; None if one is more than merely added, or ends answers."""
     more = {token: id for token, id in tokenizer.get_vocab().items() if id >= size}
     needed, template = {*stops, tokenizer.eos_token_id}, ""
     if writes:

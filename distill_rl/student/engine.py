@@ -376,19 +376,8 @@ class StudentEngine:
         targets: Sequence[Target | None],
         with_agreement: bool,
     ) -> ObjectiveOutput:
-        """The model on a micro-batch, and its loss over this rank's positions.
-
-        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
-
-        Args:
-            rows: in host memory; whole.
-            num_labels, blend, with_agreement: as in `ComparedRows`.
-            teachers: of these rows, per teacher.
-            targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
-
-        Raises:
-            ValueError: as `Objective.forward`, or chunks under sequence parallelism.
-        """
+        """The model on a micro-batch, and its loss over this rank's positions."""
+        # With a fused loss the logits are never made as a whole. Padded columns are masked either way.
         num_rows, width = rows.shape
         part = own_positions(self.world, width)
         own = rows.labels[:, part]

@@ -377,16 +377,10 @@ class TeacherTerm:
         return agreement_of_tokens(student, batch.labels, self.target, batch.own_labels)
 
     def _chunk_term(self, config: LossConfig, student: Student, batch: ComparedRows, kd: float, ce: float) -> Term:
-        """Compares a teacher of another tokenizer chunk by chunk.
-
-        Args:
-            kd, ce: weights of the two losses.
-
-        Returns:
-            The loss, kd · ΣKD / chunks + ce · ΣCE / labels, both counted over the global batch (with method `strict`
-            only chunks of one token on both sides count); and the sums without weights, that of KD times labels /
-            chunks. With `asked`, chunks are summed and counted with their weights, and labels with those of the teacher.
-        """
+        """Compares a teacher of another tokenizer chunk by chunk."""
+        # The loss is kd · ΣKD / chunks + ce · ΣCE / labels, both counted over the global batch (with method `strict` only chunks of one
+        # token on both sides count). The sums have no weights; that of KD is times labels / chunks. With `asked`, chunks are summed and
+        # counted with their weights, and labels with those of the teacher.
         assert self.target is not None and self.cross is not None and self.chunks is not None  # noqa: PT018
         numbers, asked = flat_chunks(self.chunks, batch.labels.device), self.asked
         weights = None if asked is None else asked.of_chunks(numbers)

@@ -302,8 +302,8 @@ class Child:
                 raise ChildHangs
 
     def _activity(self) -> tuple[float, bool]:
-        """Processor time that the process has used, in seconds, and whether it computes or waits for a processor, and not
-        for anything else; 0 and False if it is gone."""
+        # Processor time that the process has used, in seconds, and whether it computes or waits for a processor, and not for anything else;
+        # 0 and False if it is gone.
         import psutil
 
         try:

@@ -262,10 +262,8 @@ def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
 
 
 def _by_parts(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings, *, balanced: bool) -> Tensor:
-    """`gold` for one chunk, or without balance `hkl`, which may be negative. A scalar without T².
-
-    Terms over the common vocabulary, and sorted L1 of the unmasked columns without a counterpart.
-    """
+    """`gold` for one chunk, or without balance `hkl`, which may be negative. A scalar without T²."""
+    # Terms over the common vocabulary, and sorted L1 of the unmasked columns without a counterpart.
     of_student, of_teacher = _matches(settings)
     common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=balanced)
     q, p = _unmatched(student, of_student), _unmatched(teacher, of_teacher)

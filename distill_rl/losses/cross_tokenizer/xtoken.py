@@ -120,10 +120,8 @@ def xtoken(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's top k columns of every chunk among those that some student token is projected into.
-
-    Their ids, int64 [count, k], their log-probabilities [count, k], and the log of the remaining mass [count].
-    """
+    """The teacher's top k columns of every chunk among those that some student token is projected into."""
+    # Their ids, int64 [count, k], their log-probabilities [count, k], and the log of the remaining mass [count].
     # The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
     # chunk's other tokens, and what is missing to one is in the rest.
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
@@ -141,12 +139,7 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> tuple[Tensor
 
 
 def _compare(task: ChunkTask, top: Tensor, rest: Tensor, q: Tensor) -> Tensor:
-    """D of every chunk, [count], without the factor T².
-
-    Args:
-        top, rest: the teacher's log-probabilities, as `_top_columns` returns them.
-        q: [count, k + 1], the student's probabilities: at these columns, then the rest's.
-    """
+    """D of every chunk, [count], without the factor T²."""
     tail, divergence = task.settings.tail, task.settings.divergence
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
     if tail != "bucket":

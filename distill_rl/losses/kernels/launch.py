@@ -165,13 +165,7 @@ def _label_arguments(label: LabelWeights) -> tuple[Tensor | None, ...]:
 
 
 def _with_label(label: LabelWeights, values: Tensor, columns: Tensor, top: Tensor) -> Tensor:
-    """The gradient at a row's entries [n, k] with the label terms that `shared` has not added.
-
-    Args:
-        values: the gradient there, `shared` included.
-        columns: of the entries.
-        top: the entries' centred u.
-    """
+    """The gradient at a row's entries [n, k] with the label terms that `shared` has not added."""
     if not label.given:
         return values
     at_label = columns == label.columns[:, None]
