@@ -49,7 +49,7 @@ from distill_rl.types import NAME_BYTES, PieceRef
 # The manifest: what a store says of itself.
 
 VERSION = 1
-FILE, TEACHER, SHARDS = "manifest.json", "teacher", "shards"
+FILE, TEACHER, SHARDS, _LOCK = "manifest.json", "teacher", "shards", ".lock"
 FORMATS = ("exact", "compact")
 DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")
 """Files of a model that describe it and its tokenizer, as globs; weights are not among them."""
@@ -161,19 +161,20 @@ def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
         except OSError as error:
             raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error
     require_same(folder, manifest)
+    with suppress(
+        OSError
+    ):  # also that of a process that was killed; who comes later finds the store, and does not need it
+        (folder / _LOCK).unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Makes other processes wait that enter it with the same folder, except on a file system without locks."""
-    # The lock is deleted when the block has made a store: who comes later finds that, and does not need the lock.
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
-    with path.open("a") as lock:
+    with (folder / _LOCK).open("a") as lock:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-        path.unlink(missing_ok=True)
 
 
 def require_same(folder: Path, manifest: Manifest) -> None:

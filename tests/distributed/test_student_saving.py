@@ -59,7 +59,7 @@ def written_late(dp: int, tp: int, student: Path, folder: Path) -> tuple[bool, b
     train(engine, 0)
     before = local_state(engine)
     live = engine._snapshot()
-    copy = live.copied()
+    copy = live.copied(None)
     train(engine, 1)
     still_live = any(
         not torch.equal(before[name], tensor.to_local() if hasattr(tensor, "to_local") else tensor)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.student.checkpoint import Staging
 from distill_rl.student.engine import StudentEngine
 from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows
 from tests.helpers.models import write_tiny_model
@@ -67,6 +68,6 @@ def test_a_copy_holds_no_gpu_memory(world, tmp_path):
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
     train(engine, 0)
     before = torch.cuda.memory_allocated()
-    copy = engine._snapshot().copied()
+    copy = engine._snapshot().copied(Staging(torch.device("cuda", 0)))
     assert torch.cuda.memory_allocated() == before
     assert {tensor.device.type for tensor in copy.tensors.values()} == {"cpu"}

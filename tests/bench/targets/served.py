@@ -127,14 +127,14 @@ def costs(teacher: ScoredTeacher, scorer: VllmScorer, batch: RankBatch) -> dict[
     """CPU µs per token of a batch, by part."""
     engine = scorer._engine.llm.llm_engine
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    clock, targets = Clock(), scored._Targets
+    clock = Clock()
     with (
         clock.around("step", engine.engine_core, "get_output"),
         clock.around("log_probs", runner, "_get_prompt_logprobs_dict"),
         clock.around("vllm_lists", engine.output_processor, "process_outputs"),
         clock.around("our_arrays", vllm, "scores_of"),
         clock.around("our_targets", teacher, "_write"),
-        clock.around("our_tensors", targets, "as_topk"),
+        clock.around("our_tensors", scored.TopKLogprobs, "from_tensors"),
     ):
         start = time.process_time()
         for _ in teacher.forward(batch):

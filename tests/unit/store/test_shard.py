@@ -76,7 +76,7 @@ def test_other_tools_read_the_documented_tensors(tmp_path):
 def test_tensors_are_aligned_to_their_elements(tmp_path):
     shard = opened(tmp_path, serialize(of_dtype("F16")))
     for name in ("first", "sizes", "tokens", "ids", "rest_logprob", "logprobs"):
-        array = shard._array(name)
+        array = shard._tensors[name].values
         assert array.__array_interface__["data"][0] % array.itemsize == 0, name
 
 

@@ -130,7 +130,7 @@ def outcome(action: Callable[[], object]) -> BaseException | None:
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_an_answer_without_an_end_is_given_up(kind):
     with endless(*ENDLESS[kind]) as url:
-        client = Client(TeacherConfig(name="big", url=[url], request_timeout_s=1.0))
+        client = Client(TeacherConfig(name="big", endpoint=EndpointConfig(url=[url], request_timeout_s=1.0)))
         error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
         assert isinstance(error, Down)
         assert "no complete answer within 1 s (teachers[].endpoint.request_timeout_s)" in str(error)
@@ -261,7 +261,7 @@ class TestToken:
         assert "s3cret-9" not in repr(asking("http://127.0.0.1:9", token="s3cret-9").client)
 
     def test_a_server_that_repeats_it_is_redacted(self, asking, prompts):
-        client = Client(TeacherConfig(name="big", url=["http://127.0.0.1:9"]), "s3cret-9")
+        client = Client(TeacherConfig(name="big", endpoint=EndpointConfig(url=["http://127.0.0.1:9"])), "s3cret-9")
         assert client._clean("you sent Bearer s3cret-9") == "you sent Bearer <redacted>"
 
     def test_it_comes_from_the_named_variable(self, monkeypatch):
@@ -322,8 +322,8 @@ class TestTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         with endless(*ENDLESS[kind], tls=context) as url:
-            teacher = TeacherConfig(name="big", url=[url], ca_file=str(certificate[0]), request_timeout_s=1.0)
-            client = Client(teacher)
+            settings = EndpointConfig(url=[url], ca_file=str(certificate[0]), request_timeout_s=1.0)
+            client = Client(TeacherConfig(name="big", endpoint=settings))
             error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
             assert isinstance(error, Down)
             assert "no complete answer within 1 s" in str(error)
