@@ -357,8 +357,7 @@ class Client:
         inner: BaseException = getattr(error, "reason", None) or error
         if isinstance(inner, ReadTimeoutError):
             return f"no complete answer within {self.teacher.endpoint.request_timeout_s:g} s (teachers[].endpoint.request_timeout_s)"
-        text = first_line(inner) if isinstance(inner, BaseException) else str(inner)
-        return self._clean(text.split("): ")[-1] if "object at 0x" in text else text)
+        return self._clean(first_line(inner).split("): ")[-1])
 
     def _clean(self, text: str) -> str:
         """A text from outside on one line, without the token."""

@@ -99,7 +99,9 @@ def test_every_server_is_asked() -> None:
         dead.bind(("127.0.0.1", 0))  # nobody listens
         nobody = f"http://127.0.0.1:{dead.getsockname()[1]}"
         first, second = probed(nobody, good.url, poor.url).problems
-    assert first.startswith(f"teachers.0.endpoint.url: {nobody} must answer; got ")
+    assert first.startswith(
+        f"teachers.0.endpoint.url: {nobody} must answer; got Failed to establish a new connection: "
+    )
     assert "refused" in first
     assert second.startswith(f"loss.top_k: {poor.url} says: ")
 
