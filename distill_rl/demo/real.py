@@ -93,6 +93,7 @@ class RealMaterial:
     """Folders and files in a folder that `make_real` made."""
 
     def __init__(self, root: Path):
+        self.root = root
         self.student = root / "student"
         """Every second layer of SmolLM2, and its last."""
         self.smollm2 = root / SMOLLM2.name
