@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.observe.log import console, say
+from distill_rl.observe.log import console, say_of_data
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 
@@ -118,9 +118,7 @@ def distill(
         settings["checkpoint.resume"] = "latest" if resume is True else resume
     with _alone("distill"):
         try:
-            found = gather(
-                _source(config), (), _expanded(settings), clean=clean, say=lambda text: say(f"data      {text}")
-            )
+            found = gather(_source(config), (), _expanded(settings), clean=clean, say=say_of_data)
             found = replace(found, problems=[_in_python(line) for line in found.problems])
             opened = found.require_run()
             paths = RunPaths(paths_of(opened.config).root.absolute())

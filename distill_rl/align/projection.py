@@ -360,6 +360,13 @@ def build_projection(
     encoder = TextEncoder(teacher_tokenizer)
     teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
     retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
+    return _project(student, teacher, retokenizer, student_columns=student_columns, teacher_columns=teacher_columns)
+
+
+def _project(
+    student: Vocabulary, teacher: Vocabulary, retokenizer: Retokenizer, *, student_columns: int, teacher_columns: int
+) -> Projection:
+    """W and the common vocabulary of two vocabularies that are read."""
     _check_columns("student", student, student_columns)
     _check_columns("teacher", teacher, teacher_columns)
     student_common, teacher_common = common_vocabulary(student, teacher)
@@ -410,10 +417,11 @@ def cached_projection(
         OSError: the file cannot be written.
     """
     student = read_vocabulary(student_tokenizer, TextEncoder(student_tokenizer), student_stops)
-    teacher = read_vocabulary(teacher_tokenizer, TextEncoder(teacher_tokenizer), teacher_stops)
+    encoder = TextEncoder(teacher_tokenizer)
+    teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
     name = f"projection-{student.hash[:16]}-{teacher.hash[:16]}-{student_columns}x{teacher_columns}.safetensors"
     path = Path(folder) / name
-    columns: dict[str, Any] = {"student_columns": student_columns, "teacher_columns": teacher_columns}
+    columns = {"student_columns": student_columns, "teacher_columns": teacher_columns}
     try:
         stored = load_projection(path, student_hash=student.hash, teacher_hash=teacher.hash, **columns)
         if (tuple(stored.student_stops), tuple(stored.teacher_stops)) == _stops(student, teacher):
@@ -421,8 +429,7 @@ def cached_projection(
     except ValueError as error:
         if path.exists():
             log.warning("%s; building it again", error)
-    stops: dict[str, Any] = {"student_stops": student_stops, "teacher_stops": teacher_stops}
-    save_projection(build_projection(student_tokenizer, teacher_tokenizer, **columns, **stops), path)
+    save_projection(_project(student, teacher, Retokenizer(teacher_tokenizer, teacher, encoder), **columns), path)
     return path
 
 

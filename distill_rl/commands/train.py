@@ -10,7 +10,7 @@ from typing import Any
 from distill_rl.commands.dry_run import require_no_batch_options, write_batch_script
 from distill_rl.config.capture import to_capture
 from distill_rl.errors import ConfigError
-from distill_rl.observe.log import say, setup_console, status
+from distill_rl.observe.log import say, say_of_data, setup_console, status
 from distill_rl.preflight import Checked, gather
 from distill_rl.run import run
 from distill_rl.system.signals import Signals
@@ -46,7 +46,7 @@ def train(
     require_no_batch_options("a run", gpus_per_node, {"--array": arrays, "--then": then})
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=clean, say=_say_of_data)
+        checked = gather(path, overrides, clean=clean, say=say_of_data)
         opened = checked.require_run()
     for note in checked.notes:
         say(f"note      {note}")
@@ -92,8 +92,4 @@ def gather_capture(
         out: the absolute path of the store.
     """
     change = partial(to_capture, out=out)
-    return gather(source, overrides, settings, say=_say_of_data, change=change, trains=False)
-
-
-def _say_of_data(text: str) -> None:
-    say(f"data      {text}")
+    return gather(source, overrides, settings, say=say_of_data, change=change, trains=False)

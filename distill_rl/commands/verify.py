@@ -13,7 +13,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.data.reading.sources import open_source
 from distill_rl.errors import DataError, problem
-from distill_rl.observe.log import printable, say, setup_console, status
+from distill_rl.observe.log import printable, say, say_of_data, setup_console, status
 from distill_rl.preflight import gather
 from distill_rl.run.opened import OpenedRun
 from distill_rl.system.files import write_json
@@ -38,9 +38,7 @@ def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None,
     """
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(
-            path, overrides, clean=True, say=lambda text: say(f"data      {text}"), trains=False, ask=False
-        )
+        checked = gather(path, overrides, clean=True, say=say_of_data, trains=False, ask=False)
         config = checked.require_valid(lambda config: _problems(config, rows=rows, full=full))
         run = checked.require_run()
     import torch

@@ -25,7 +25,7 @@ from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention import installed
 from distill_rl.models.files import gpu_bytes, read_model_facts, resolve
 from distill_rl.models.files import read_config as read_model_config
-from distill_rl.observe.log import printable, say
+from distill_rl.observe.log import printable, say_of_data
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
 from distill_rl.run.opened import RunFindings, with_adapters
@@ -521,9 +521,7 @@ def settings_of(request: TrialRequest, chosen: Settings) -> Settings:
 
 def _gather(request: TrialRequest, chosen: Settings, problems: Sequence[str]) -> Checked:
     """Checks a training with these settings and the user's."""
-    checked = gather(
-        settings_of(request, chosen), request.overrides, clean=True, say=lambda text: say(f"data      {text}")
-    )
+    checked = gather(settings_of(request, chosen), request.overrides, clean=True, say=say_of_data)
     lines = [*problems, *map(in_words, (*checked.problems, *checked.unreachable))]
     if checked.problems or checked.unreachable:
         raise ConfigError.many(dict.fromkeys(lines))

@@ -79,6 +79,11 @@ def say(text: str) -> None:
     get("run").info(text)
 
 
+def say_of_data(text: str) -> None:
+    """`say` a line about what is found when data are opened."""
+    say(f"data      {text}")
+
+
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Shows a line on stderr while the block runs, and then erases it; writes nothing if stderr is no terminal."""

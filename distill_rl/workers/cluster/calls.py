@@ -22,7 +22,7 @@ from ray.exceptions import (
 from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_line
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
-from distill_rl.workers.cluster.hosts import Hosts
+from distill_rl.workers.cluster.hosts import NODE_KNOWN_WITHIN_S, Hosts
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 from distill_rl.workers.cluster.relay import RankError, each
 
@@ -44,8 +44,6 @@ _DEATH = 0
 
 _KNOWN_WITHIN_S = 6.0
 """Most time for the death of an actor to become known, see `Calls.lost`."""
-_NODE_KNOWN_WITHIN_S = 25.0
-"""The same for an actor that cannot be reached: Ray notices the death of a node after some 15 s."""
 _FIRST_CAUSE_S = 2.0
 """When one actor dies its peers fail too, in any order: collect errors for this long, then report the death."""
 
@@ -241,7 +239,7 @@ class Calls:
             failed = self._failures()
             found = overdue | self._explained(_deaths(failed), what)
             unreachable = {name for name, error in failed.values() if isinstance(error, ActorUnavailableError)}
-            patience_s = _NODE_KNOWN_WITHIN_S if unreachable & set(among) else _KNOWN_WITHIN_S
+            patience_s = NODE_KNOWN_WITHIN_S if unreachable & set(among) else _KNOWN_WITHIN_S
             if found.keys() & set(among) or time.monotonic() - start > patience_s:
                 return found
             self.poll()

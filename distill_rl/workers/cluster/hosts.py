@@ -34,8 +34,8 @@ _LOOK_EVERY_S, _ASK_EVERY_S = 0.5, 3.0
 """Between two looks at processes of this machine, and two attempts to reach those of a cluster."""
 _SILENT_S = 6.0
 """What accepts no connection for so long is lost."""
-_MOVED_WITHIN_S = 25.0
-"""Ray itself notices the death of a node after some 15 s."""
+NODE_KNOWN_WITHIN_S = 25.0
+"""Most time for a wait on Ray to notice the death of a node, which takes it some 15 s."""
 _POLL_S = 0.25
 _LEAST_SHM = 1 << 20
 
@@ -134,7 +134,7 @@ class Hosts:
             HostLost: no node has room for them.
         """
         self.require()
-        deadline, asked = time.monotonic() + _MOVED_WITHIN_S, None
+        deadline, asked = time.monotonic() + NODE_KNOWN_WITHIN_S, None
         while self.addresses and (gone := self._homeless(first, bundles)):
             lost = sorted(bundle for bundle, node in gone.items() if not node)
             if lost and asked is None and (plan.nodes or any(bundle in self._moved for bundle in lost)):
@@ -146,7 +146,7 @@ class Hosts:
             elif time.monotonic() > deadline:
                 needed = [f"{amount:g} {kind}" for bundle in gone for kind, amount in plan.bundles[bundle].items()]
                 nodes = sorted({node["NodeManagerAddress"] for node in ray.nodes() if not _lives(node)})
-                rule = f"is lost, and another node must take over its workers within {_MOVED_WITHIN_S:g} s"
+                rule = f"is lost, and another node must take over its workers within {NODE_KNOWN_WITHIN_S:g} s"
                 raise HostLost(f"Ray on node {', '.join(nodes)}", rule, f"none with {', '.join(needed)} free")
             else:
                 time.sleep(_POLL_S)

@@ -28,7 +28,8 @@ def test_options_are_parameters_of_their_function(line: str) -> None:
     options = vars(make_parser().parse_args(line.split()))
     module, function = options.pop("command").split(".")
     options.pop("resume", None)
-    inspect.signature(getattr(import_module(f"distill_rl.commands.{module}"), function)).bind(**options)
+    signature = inspect.signature(getattr(import_module(f"distill_rl.commands.{module}"), function))
+    assert signature.bind(**options).arguments == options
 
 
 def test_options_of_eval_set_fields_of_the_same_name() -> None:

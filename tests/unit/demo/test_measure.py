@@ -171,7 +171,7 @@ def test_bad_rows_are_skipped_or_refused_as_in_the_training(folders, tmp_path, b
         measured(folders, config_of(folders, tmp_path, rows))
 
 
-def test_texts_with_a_token_that_a_model_has_no_row_for_are_left_out_as_in_the_training(tmp_path):
+def test_texts_with_a_token_without_a_row_are_left_out_as_in_the_training(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
     narrow, wide = (
