@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs a benchmark, prints a table and writes docs/benchmarks/NAME.json with hardware and commit.
 #
+#   bash launch/bench.sh                          lists the benchmarks
 #   bash launch/bench.sh NAME [--out JSON] [arguments of the benchmark]
 #
 # Use an otherwise idle machine: no benchmark fails because it is slow.
@@ -17,6 +18,14 @@ name=${1:-}
 # A benchmark is a file that ends with its main program; helpers of benchmarks have none.
 files=$(grep -l '^    sys.exit(main())' tests/bench/*.py tests/bench/*/*.py)
 file=$(grep -E "/$name\.py$" <<<"$files" || true)
+if [[ -z $name ]]; then
+    for each in $(sort <<<"$files"); do # with the first line of its docstring
+        title=$(grep -m 1 '^"""' "$each")
+        title=${title//\"/}
+        printf '%-22s %s\n' "$(basename "$each" .py)" "${title%.}"
+    done
+    exit 0
+fi
 if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
     names=$(sed -e 's|.*/||' -e 's|\.py$||' <<<"$files" | sort | paste -sd ' ')
     echo "bench: error: unknown benchmark '$name'; the benchmarks are: $names" >&2
