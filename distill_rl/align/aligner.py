@@ -134,8 +134,8 @@ class TokenAligner:
             what the tokens spell by dynamic programming. `auto` tries bytes, then offsets, then dp; for ids without a
             text there are no offsets, and dp aligns only the part in which the bytes of the two sides differ. Chats are
             always aligned by bytes or offsets.
-        fast_ids: compare bytes in compiled code, and build the tables of the dynamic programme once. With False neither
-            is done; the results are the same.
+        fast_ids: compare the bytes of ids without a text in compiled code, and build the tables of the dynamic programme
+            once. With False neither is done; the results are the same.
         backend, band: options of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
             They are checked when it is first used.
         student_stops, teacher_stops: ids that end an answer in addition to eos and to what the chat template writes

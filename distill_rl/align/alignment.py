@@ -7,8 +7,8 @@ neighbouring *shared* ends, and a token's chunk index is the number of shared en
     teacher ends   3  9 12          15
     shared         3  9 12          15      → chunks 0, 1, 2 and, with three student tokens, 3
 
-Everything here is linear in bytes plus tokens: the two sides are compared by marking positions in a boolean array over
-the bytes, without sorting and without a Python loop over tokens.
+Everything here is linear in bytes plus tokens, without sorting and without a Python loop over tokens. `compiled.py` does
+it for whole texts and rows; the functions on arrays are for their parts.
 """
 
 from __future__ import annotations

@@ -280,8 +280,8 @@ def stop_pairs_of_spans(left, left_ids, left_starts, left_ends, right, right_ids
 def align_text(left, left_ids, right, right_ids, text, left_places, right_places, left_chunk, right_chunk):  # type: ignore[no-untyped-def]
     """(Student's bytes, teacher's bytes, number of chunks, stop pairs int64 [k, 2]) of two sides that spell one text.
 
-    If a side does not spell the beginning of the text, its bytes are −1, and there are no chunks. The rules are those of
-    `place_by_bytes` for special tokens that stand beside the text.
+    If a side does not spell the beginning of the text, its bytes are −1, and there are no chunks. Special tokens stand
+    beside the text; dummy spaces before it, and behind special tokens, are taken off where the text lacks them.
 
     Args:
         left, right: `Table`s.
