@@ -15,14 +15,21 @@ from distill_rl.align.alignment import (
     Tokenized,
     TokenPositions,
     chunks_by_spans,
-    chunks_of_places,
     outside_of_chunks,
+    writable,
 )
 from distill_rl.align.chats import Message, content_spans, render
 from distill_rl.align.dp.windows import IdPair, WindowSolver
-from distill_rl.align.ids import IdAligner, IdAlignment, StopPairs, TokenSide, pair_stops, pair_stops_of_spans
-from distill_rl.align.place import encode, equal_spans, keep_same_place, place_by_bytes, place_by_offsets, strips_spans
-from distill_rl.align.vocabulary import TextEncoder, compose, read_vocabulary
+from distill_rl.align.ids import IdAligner, IdAlignment, IdRow, StopPairs, as_pairs, pair_stops_of_spans
+from distill_rl.align.place import (
+    encode,
+    equal_spans,
+    keep_same_place,
+    place_in_chat,
+    positions_by_offsets,
+    strips_spans,
+)
+from distill_rl.align.vocabulary import TextEncoder, compose, read_vocabulary, words_of
 
 # Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse.
 
@@ -127,8 +134,8 @@ class TokenAligner:
             what the tokens spell by dynamic programming. `auto` tries bytes, then offsets, then dp; for ids without a
             text there are no offsets, and dp aligns only the part in which the bytes of the two sides differ. Chats are
             always aligned by bytes or offsets.
-        fast_ids: compare bytes in compiled code, and build the tables of the dynamic programme once. With False neither
-            is done; the results are the same.
+        fast_ids: compare the bytes of ids without a text in compiled code, and build the tables of the dynamic programme
+            once. With False neither is done; the results are the same.
         backend, band: options of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
             They are checked when it is first used.
         student_stops, teacher_stops: ids that end an answer in addition to eos and to what the chat template writes
@@ -232,7 +239,13 @@ class TokenAligner:
         """
         no_ids = np.zeros(0, np.int32)
         self.align_ids(no_ids, no_ids)
-        if self.method == "dp" or (self.method == "auto" and (self.student.lossy or self.teacher.lossy)):
+        nothing = Tokenized(no_ids, "", (), np.zeros((0, 2), np.int64))
+        self.pair(nothing, nothing)
+        self.pair(replace(nothing, spans=None), replace(nothing, spans=None))
+        lossy = bool(self.student.lossy or self.teacher.lossy)
+        if lossy or self.method == "offsets":
+            positions_by_offsets(self.student, no_ids, "", np.zeros((0, 2), np.int64))
+        if self.method == "dp" or (self.method == "auto" and lossy):
             self._windows.warm_up()
 
     def align_ids(
@@ -252,24 +265,24 @@ class TokenAligner:
             ValueError: floats, bools, text or None instead of integers; an id that lies outside of the vocabulary and
                 is not masked, or that does not fit into 32 bits; a mask whose shape is not that of its ids.
         """
-        left, student = self._read(0, student_ids, student_mask)
-        right, teacher = self._read(1, teacher_ids, teacher_mask)
-        ids = left, right
+        student = self._read(0, student_ids, student_mask)
+        teacher = self._read(1, teacher_ids, teacher_mask)
         result = self._by_ids.align(student, teacher, everything_by_dp=self.method == "dp")
         # Two lossy vocabularies may agree with each other and still both differ from the text.
         exact = result.same_bytes and not (self.student.lossy and self.teacher.lossy)
-        return make_alignment(ids, result.chunks, result.method, exact, pair_stops(*result.sides, *ids))
+        return make_alignment((student.ids, teacher.ids), result.chunks, result.method, exact, result.stops)
 
-    def _read(self, i: int, ids: Any, mask: Any) -> tuple[np.ndarray, TokenSide]:
-        """One side's ids, checked: as int32 [n] with padding, and as the `TokenSide` without the tokens whose mask is 0."""
+    def _read(self, i: int, ids: Any, mask: Any) -> IdRow:
+        """One side's ids, checked, and without those whose mask is 0."""
         name, vocabulary = f"{_SIDES[i]}_ids", self._vocabularies[i]
         row = read_ids(name, ids, vocabulary.size)
-        if mask is not None:
-            mask = np.asarray(mask)
-            if mask.shape != row.shape:
-                rule = f"a mask must have the shape of its ids, {row.shape}, got {mask.shape}"
-                raise ValueError(f"{rule}; cut it where the ids are cut")
-        return row, TokenSide.of(vocabulary, row, mask, name=name)
+        if mask is None:
+            return IdRow(vocabulary, row, name=name)
+        keep = np.asarray(mask)
+        if keep.shape != row.shape:
+            rule = f"a mask must have the shape of its ids, {row.shape}, got {keep.shape}"
+            raise ValueError(f"{rule}; cut it where the ids are cut")
+        return IdRow(vocabulary, row, keep.astype(bool), name)
 
     def align_messages(
         self,
@@ -399,7 +412,8 @@ class TokenAligner:
             raise ValueError(
                 f"both sides must have the same number of spans, got {counts[0]} and {counts[1]}; pair the same messages"
             )
-        texts = encode(student.text), encode(teacher.text)
+        text = encode(student.text)
+        texts = text, text if teacher.text == student.text else encode(teacher.text)
         align = self._pair_texts if student.spans is None else self._pair_spans
         alignment = align(student, teacher, texts)
         if max_student_tokens is None and max_teacher_tokens is None:
@@ -416,23 +430,27 @@ class TokenAligner:
                 f"both sides of a document must have one text, got {len(texts[0])} and {len(texts[1])} bytes; "
                 "normalize it once"
             )
-        ids = student.ids, teacher.ids
-        by_bytes = [
-            place_by_bytes(vocabulary, row, text, written_specials=False)
-            for vocabulary, row, text in zip(self._vocabularies, ids, texts)
-        ]
-        left, right = by_bytes
-        spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
-        # 1. Both sides' tokens spell the text: chunks end where both sides end a token.
-        if left is not None and right is not None and self.method in ("auto", "bytes"):
-            stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
-            return make_alignment(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
+        from distill_rl.align.compiled import align_text  # imports Numba
 
-        sides = [TokenSide.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
+        # 1. Both sides' tokens spell the text: chunks end where both sides end a token.
+        ids, size = (student.ids, teacher.ids), len(texts[0])
+        chunk = np.empty(len(ids[0]), np.int32), np.empty(len(ids[1]), np.int32)
+        places = np.empty(len(ids[0]) + 1, np.int64), np.empty(len(ids[1]) + 1, np.int64)
+        left, right = ((vocabulary.table, writable(row)) for vocabulary, row in zip(self._vocabularies, ids))
+        *sizes, count, stops = align_text(*left, *right, words_of(texts[0]), *places, *chunk)
+        if count >= 0 and self.method in ("auto", "bytes"):
+            return make_alignment(ids, TokenChunks(*chunk, count), "bytes", min(sizes) == size, as_pairs(stops))
+
+        by_bytes = [
+            TokenPositions(place[:-1], place[1:], None, spelled == size) if spelled >= 0 else None
+            for place, spelled in zip(places, sizes)
+        ]
+        spans = np.array([[0, size, 0, size]])
+        rows = [IdRow(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
         located = self._locate((student, teacher), by_bytes)
         # 2. The sides spell the same bytes, but not those of the text: two tokenizers that make the same change.
         if self.method in ("auto", "bytes"):
-            same = self._by_ids.align_same_bytes(*sides)
+            same = self._by_ids.align_same_bytes(*rows)
             # Where each side spells only a part of the text, the two may be equal by coincidence.
             if same is not None and (located is None or keep_same_place(same.chunks, *located.sides) is same.chunks):
                 return make_alignment(ids, same.chunks, "bytes", False, self._stops(same, ids, located, spans))
@@ -446,7 +464,7 @@ class TokenAligner:
                 return by_position
 
         # 4. Equal bytes at both ends, with the dynamic programme in between; without chunks that the positions contradict.
-        result = self._by_ids.align(*sides, everything_by_dp=self.method == "dp")
+        result = self._by_ids.align(*rows, everything_by_dp=self.method == "dp")
         chunks = result.chunks if located is None else keep_same_place(result.chunks, *located.sides)
         alignment = make_alignment(ids, chunks, result.method, exact, self._stops(result, ids, located, spans))
         if by_position is None or exact:
@@ -457,7 +475,7 @@ class TokenAligner:
     def _stops(self, result: IdAlignment, ids: IdPair, located: _Located | None, spans: np.ndarray) -> StopPairs:
         """Stop pairs by the tokens' positions in the text or, where these are unknown, by the bytes before them."""
         if located is None:
-            return pair_stops(*result.sides, *ids)
+            return result.stops
         return pair_stops_of_spans(self._vocabularies, ids, located.sides, spans)
 
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
@@ -467,7 +485,7 @@ class TokenAligner:
         # space of a span makes it inexact, too.
         tokenized = student, teacher
         by_bytes = [
-            place_by_bytes(vocabulary, side.ids, text, written_specials=True)
+            place_in_chat(vocabulary, side.ids, text)
             for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
         ]
         equal, spans = equal_spans(tokenized, texts)
@@ -494,7 +512,7 @@ class TokenAligner:
                 offsets, method = self._offsets(i, side), "offsets"
                 if offsets is None:
                     return None
-                positions = place_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
+                positions = positions_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
             sides.append(positions)
         return _Located((sides[0], sides[1]), method)
 

@@ -7,8 +7,8 @@ neighbouring *shared* ends, and a token's chunk index is the number of shared en
     teacher ends   3  9 12          15
     shared         3  9 12          15      → chunks 0, 1, 2 and, with three student tokens, 3
 
-Everything here is linear in bytes plus tokens: the two sides are compared by marking positions in a boolean array over
-the bytes, without sorting and without a Python loop over tokens.
+Everything here is linear in bytes plus tokens, without sorting and without a Python loop over tokens. `compiled.py` does
+it for whole texts and rows; the functions on arrays are for their parts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.chats import CharSpan
+
+_ALL_FAITHFUL = np.zeros(0, bool)
 
 
 def no_token_pairs() -> np.ndarray:
@@ -57,6 +59,11 @@ class TokenPositions:
     reported: np.ndarray | None = None
     """int64 [n, 2]: the bytes that each token covers according to the tokenizer, which may begin after its start; None:
     from its start to its end"""
+
+
+def writable(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy of one that may not be written, for which functions would be compiled again."""
+    return array if array.flags.writeable else array.copy()
 
 
 def gather_bytes(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -165,21 +172,6 @@ def chunk_bounds(chunk: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     return firsts, stops
 
 
-def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> TokenChunks:
-    """Chunks of two tokenizations of one text whose tokens all spell what they cover; no spans, and nothing is lossy.
-
-    Tokens that cover no text, and tokens past the last shared end, are in no chunk.
-    """
-    sides = student, teacher
-    tokens = [as_slice((side.ends > side.starts).nonzero()[0]) for side in sides]
-    chunks, _, _ = chunks_by_ends(student.ends[tokens[0]], teacher.ends[tokens[1]])
-    rows = [
-        spread(part, covering, len(side.ends))
-        for side, covering, part in zip(sides, tokens, (chunks.student, chunks.teacher))
-    ]
-    return TokenChunks(rows[0], rows[1], chunks.count)
-
-
 def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> TokenChunks:
     """Chunks inside spans of two texts that read the same, and the lossy stretches in them.
 
@@ -195,54 +187,16 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
         spans: int64 [k, 4], ascending: student start and stop, teacher start and stop in bytes; stop − start is the
             same on both sides.
     """
-    lengths = spans[:, 1] - spans[:, 0] + 1
-    bases = np.cumsum(lengths) - lengths
-    total = int(lengths.sum())
-    sides = []
-    in_both = np.ones(total, bool)
-    for positions, column in ((student, 0), (teacher, 2)):
-        tokens, starts, ends = _inside(positions, spans[:, column], spans[:, column + 1], bases)
-        marked = np.zeros(total, bool)
-        marked[starts] = True
-        marked[ends] = True
-        in_both &= marked
-        sides.append((positions, tokens, starts))
+    from distill_rl.align.compiled import chunk_spans  # imports Numba
 
-    shared = in_both.nonzero()[0]
-    span_of = bases.searchsorted(shared, "right")
-    in_one_span = span_of[1:] == span_of[:-1]
-    valid = in_one_span.copy()
-    num_shared = in_both.cumsum(dtype=np.int32)
-    candidates, stops = [], []
-    for positions, tokens, starts in sides:
-        candidate = num_shared[starts] - 1
-        candidate[candidate == len(valid)] = -1
-        stop = np.zeros(len(valid) + 1, np.int64)  # the last entry collects the writes of −1
-        stop[candidate] = tokens + 1  # of repeated assignments the last one stays
-        stops.append(stop[:-1])
-        if positions.faithful is not None:
-            unfaithful = candidate[~positions.faithful[tokens]]
-            valid[unfaithful[unfaithful >= 0]] = False
-        candidates.append(candidate)
-
-    count = int(np.count_nonzero(valid))
-    chunks = keep_chunks(valid, *candidates)
-    rows = [spread(part, tokens, len(positions.starts)) for (positions, tokens, _), part in zip(sides, chunks)]
-    return TokenChunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
-
-
-def _inside(
-    positions: TokenPositions, first: np.ndarray, last: np.ndarray, bases: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens that cover text and lie in one of the spans, and their starts and ends on the common axis."""
-    tokens = (positions.ends > positions.starts).nonzero()[0]
-    if not len(first):
-        return tokens[:0], tokens[:0], tokens[:0]
-    span = first.searchsorted(positions.starts[tokens], "right") - 1
-    inside = (span >= 0) & (positions.ends[tokens] <= last[span])
-    tokens, span = tokens[inside], span[inside]
-    shift = bases[span] - first[span]
-    return tokens, positions.starts[tokens] + shift, positions.ends[tokens] + shift
+    sides = [
+        (side.starts, side.ends, _ALL_FAITHFUL if side.faithful is None else side.faithful)
+        for side in (student, teacher)
+    ]
+    rows = [np.empty(len(starts), np.int32) for starts, _, _ in sides]
+    lossy_ends = np.empty((min(map(len, rows)), 2), np.int64)
+    count, stretches = chunk_spans(*sides[0], *sides[1], spans, *rows, lossy_ends)
+    return TokenChunks(rows[0], rows[1], count, lossy_ends[:stretches])
 
 
 # The aligner's input, one side's tokens, and its output, the chunks of two sides.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,10 +26,23 @@ from distill_rl.align.alignment import (
     gather_bytes,
     keep_chunks,
     spread,
+    writable,
 )
 from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Indices = slice | np.ndarray
+
+
+class IdRow(NamedTuple):
+    """All ids of one side."""
+
+    vocabulary: Vocabulary
+    ids: np.ndarray
+    """int32 [n]"""
+    keep: np.ndarray = np.zeros(0, bool)
+    """bool [n], False at padding; empty: there is none"""
+    name: str = "ids"
+    """What to call the ids in an error"""
 
 
 @dataclass(frozen=True)
@@ -45,43 +59,35 @@ class TokenSide:
     lengths: np.ndarray
     """int32: bytes of those tokens, not counting dummy spaces taken off"""
     textless: np.ndarray
-    """intp: positions of tokens that spell nothing, without padding and unknown tokens. If the unknown token shares its
-    id with a stop token, it counts as unknown before the last token that spells text, and as a stop token after it."""
+    """intp: positions of tokens that spell nothing, without padding and unknown tokens"""
     without_space: tuple[int, ...] = ()
     """Indices into `ids` of tokens whose leading space was taken off as a dummy"""
 
     @classmethod
-    def of(
-        cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids"
-    ) -> TokenSide:
-        """The side made of int32 ids [n], without those whose mask is 0.
-
-        Args:
-            mask: [n], nonzero where there is a token; None: no padding.
-            name: what to call the ids in an error.
+    def of(cls, row: IdRow) -> TokenSide:
+        """The side made of a row's ids, without padding.
 
         Raises:
-            ValueError: an id outside of the vocabulary that is not masked.
+            ValueError: an id outside of the vocabulary that is not padding.
         """
-        real = as_slice(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
+        vocabulary, ids = row.vocabulary, row.ids
+        real = as_slice(row.keep.nonzero()[0]) if len(row.keep) else slice(0, len(ids))
         wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
         try:
             lengths = vocabulary.lengths.take(wide)
         except IndexError as error:
             wrong = ids[real][wide >= vocabulary.size][0]
             rule = f"a token id must lie in 0 … {vocabulary.size - 1}, the tokenizer's range"
-            raise ValueError(f"{name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
+            raise ValueError(f"{row.name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
         spelling = as_slice(lengths.nonzero()[0])
         textless = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
-            known = wide[textless] != vocabulary.unknown
-            if vocabulary.unknown in vocabulary.stops:
-                known |= textless > lengths.nonzero()[0].max(initial=-1)
-            textless = textless[known]
+            textless = textless[wide[textless] != vocabulary.unknown]
         textless = textless + real.start if isinstance(real, slice) else real[textless]
-        return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
+        tokens = _select(real, spelling)
+        return cls(vocabulary, len(ids), tokens, wide[spelling], lengths[spelling], textless)
 
     def readings(self) -> Iterator[TokenSide]:
         """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
@@ -137,17 +143,11 @@ class TokenSide:
         """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
         return spread(chunk, self.tokens, self.size)
 
-    def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
-        """int64: number of bytes that the side spells before each of these textless tokens.
-
-        Args:
-            tokens: int [k]: positions among all tokens, of tokens that spell nothing.
-        """
-        if isinstance(self.tokens, slice):
-            before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
-        else:
-            before = self.tokens.searchsorted(tokens)
-        return np.where(before > 0, self.ends.take(before - 1, mode="clip"), 0) if len(self.ids) else before
+    def places(self) -> np.ndarray:
+        """int64 [size + 1]: number of bytes that the side spells before each of all tokens and, last, in all."""
+        lengths = np.zeros(self.size + 1, np.int64)
+        lengths[1:][self.tokens] = self.lengths
+        return lengths.cumsum()
 
 
 def _select(positions: Indices, chosen: Indices) -> Indices:
@@ -164,41 +164,19 @@ def _select(positions: Indices, chosen: Indices) -> Indices:
 StopPairs = list[tuple[int, int]]
 
 
-def pair_stops(student: TokenSide, teacher: TokenSide, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
+def pair_stops(rows: Sequence[IdRow], sides: Sequence[TokenSide]) -> StopPairs:
     """Pairs (student position, teacher position) from ids alone: bos with bos, and stop tokens after the same byte.
 
     bos is paired only before the first byte. Of several stop tokens after one byte, the first is paired; none before
     the first byte, unless a side spells nothing.
 
     Args:
-        student_ids, teacher_ids: int32 [n], [m]: all ids, which `TokenSide` holds only in part.
+        rows, sides: of the student and of the teacher.
     """
-    if not len(student.textless) or not len(teacher.textless):
-        return []
-    (student_bos, left), (teacher_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
-    pairs = []
-    if student_bos is not None and teacher_bos is not None:
-        pairs.append((student_bos, teacher_bos))
-    return [*pairs, *((left[place], right[place]) for place in sorted(left.keys() & right.keys()))]
+    from distill_rl.align.compiled import stop_pairs_of_ids  # imports Numba
 
-
-def _stops(side: TokenSide, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
-    """Position of the last bos before any byte, or None, and byte position → position of the first stop token there."""
-    # The byte position is the number of bytes before the stop token. Stop tokens before the first byte count only if
-    # the side spells nothing, and never those up to that bos.
-    roles = side.vocabulary.roles
-    places = side.bytes_before(side.textless)
-    textless_ids = ids[side.textless]
-    opening = ((textless_ids == roles.get("bos", -1)) & (places == 0)).nonzero()[0]
-    bos = int(side.textless[opening[-1]]) if len(opening) else None
-    stop = np.isin(textless_ids, side.vocabulary.stops)
-    stop &= (places > 0) | (len(side.ids) == 0)
-    if bos is not None:
-        stop &= side.textless > bos
-    places, tokens = places[stop], side.textless[stop]
-    first = np.ones(len(places), bool)
-    first[1:] = places[1:] != places[:-1]
-    return bos, dict(zip(places[first].tolist(), tokens[first].tolist()))
+    left, right = ((row.vocabulary.table, writable(row.ids), row.keep, side.places()) for row, side in zip(rows, sides))
+    return as_pairs(stop_pairs_of_ids(*left, *right))
 
 
 def pair_stops_of_spans(
@@ -209,51 +187,28 @@ def pair_stops_of_spans(
 ) -> StopPairs:
     """Pairs (student position, teacher position): bos with bos, and the first stop tokens behind the i-th spans.
 
-    bos counts only at the start. A stop token belongs to a span if it stands before the text of the next one.
-
     Args:
         vocabularies, ids, positions: of the student and of the teacher.
         spans: int64 [k, 4]: student start and stop, teacher start and stop in bytes of each side's text.
     """
-    sides = zip(vocabularies, ids, positions, (spans[:, :2], spans[:, 2:]))
-    left, right = (_stops_of_spans(*side) for side in sides)
-    return sorted((left[key], right[key]) for key in left.keys() & right.keys())
+    from distill_rl.align.compiled import stop_pairs_of_spans  # imports Numba
+
+    left, right = (
+        (vocabulary.table, writable(row), side.starts, side.ends)
+        for vocabulary, row, side in zip(vocabularies, ids, positions)
+    )
+    return as_pairs(stop_pairs_of_spans(*left, *right, spans))
 
 
-def _stops_of_spans(
-    vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositions, spans: np.ndarray
-) -> dict[int, int]:
-    """Span index → position of the first stop token between this span's text and the next one's; −1 → position of bos."""
-    # Entries that do not exist are left out. bos is the last one up to and including the first token that covers text;
-    # no bos up to there counts as a stop token.
-    stop_of_span = {}
-    textual = (positions.ends > positions.starts).nonzero()[0]
-    until_text = ids[: 1 + (textual[0] if len(textual) else len(ids))]
-    opening = (until_text == vocabulary.roles.get("bos", -1)).nonzero()[0]
-    if len(opening):
-        stop_of_span[-1] = int(opening[-1])
-    is_stop = np.isin(ids, vocabulary.stops)
-    is_stop[opening] = False
-    stops = is_stop.nonzero()[0]
-    starts = positions.starts[textual]
-    for i, end in enumerate(spans[:, 1].tolist()):
-        inside = textual[: starts.searchsorted(end)]
-        first = int(inside[-1]) + 1 if len(inside) else 0
-        until = len(ids)
-        if i + 1 < len(spans):
-            later = textual[starts.searchsorted(spans[i + 1, 0]) :]
-            until = int(later[0]) if len(later) else until
-        candidates = stops[(stops >= first) & (stops < until)]
-        if len(candidates):
-            stop_of_span[i] = int(candidates[0])
-    return stop_of_span
+def as_pairs(pairs: np.ndarray) -> StopPairs:
+    """int64 [k, 2] as a list of tuples, in the order of the student's positions."""
+    return sorted(map(tuple, pairs.tolist())) if len(pairs) else []
 
 
 # Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(student ids, teacher ids) → chunk indices of both, −1 for none"""
-Pair = tuple[TokenSide, TokenSide]
 
 
 @dataclass(frozen=True)
@@ -261,8 +216,7 @@ class IdAlignment:
     """The result of `IdAligner`: the chunks, and how they were found."""
 
     chunks: TokenChunks
-    sides: Pair
-    """The sides without the dummy spaces that were taken off to match them"""
+    stops: StopPairs
     same_bytes: bool
     """Whether both sides spell the same bytes"""
     method: str = "bytes"
@@ -280,32 +234,31 @@ class IdAligner:
     def __init__(self, compiled: bool, window: Window | None) -> None:
         self._compiled, self._window = compiled, window
 
-    def _equal(self, student: TokenSide, teacher: TokenSide) -> bool:
-        """Whether two sides spell the same bytes; both must spell equally many."""
-        if not self._compiled:
-            return student.spell().tobytes() == teacher.spell().tobytes()
-        from distill_rl.align.dp.compiled import same_bytes  # imports Numba
-
-        left, right = (
-            (side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths) for side in (student, teacher)
-        )
-        return bool(same_bytes(left, right))
-
-    def align_same_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment | None:
+    def align_same_bytes(self, student: IdRow, teacher: IdRow) -> IdAlignment | None:
         """Chunks of two sides that spell the same bytes; None if they do not.
 
-        Spaces that may be dummies are taken off in every combination, the likeliest first; the `sides` of the result
-        are those that matched.
+        Spaces that may be dummies are taken off in every combination, the likeliest first.
+
+        Raises:
+            ValueError: an id outside of its vocabulary that is not padding.
         """
-        for sides in product(student.readings(), teacher.readings()):
-            left, right = sides
-            if np.array_equal(left.ends[-1:], right.ends[-1:]) and self._equal(left, right):
-                chunks, _, _ = chunks_by_ends(left.ends, right.ends)
-                full = TokenChunks(left.full(chunks.student), right.full(chunks.teacher), chunks.count)
-                return IdAlignment(full, sides, True)
+        rows = student, teacher
+        if self._compiled:
+            from distill_rl.align.compiled import align_same_bytes  # imports Numba
+
+            left, right = ((row.vocabulary.table, writable(row.ids), row.keep) for row in rows)
+            chunk = np.empty(len(student.ids), np.int32), np.empty(len(teacher.ids), np.int32)
+            count, stops = align_same_bytes(*left, *right, *chunk)
+            return IdAlignment(TokenChunks(*chunk, count), as_pairs(stops), True) if count >= 0 else None
+        for sides in product(*(TokenSide.of(row).readings() for row in rows)):
+            left_side, right_side = sides
+            if left_side.spell().tobytes() == right_side.spell().tobytes():
+                chunks, _, _ = chunks_by_ends(left_side.ends, right_side.ends)
+                full = TokenChunks(left_side.full(chunks.student), right_side.full(chunks.teacher), chunks.count)
+                return IdAlignment(full, pair_stops(rows, sides), True)
         return None
 
-    def align(self, student: TokenSide, teacher: TokenSide, *, everything_by_dp: bool = False) -> IdAlignment:
+    def align(self, student: IdRow, teacher: IdRow, *, everything_by_dp: bool = False) -> IdAlignment:
         """Chunks of two sides: by bytes and, where these differ, by the window's solver.
 
         If the bytes differ and there is no solver, only the equal bytes at the beginning are aligned. The chunk arrays
@@ -313,19 +266,26 @@ class IdAligner:
 
         Args:
             everything_by_dp: give all tokens to the solver, even if the bytes are equal; ignored without a solver.
+
+        Raises:
+            ValueError: an id outside of its vocabulary that is not padding.
         """
         same = self.align_same_bytes(student, teacher)
+        if same is not None and (not everything_by_dp or self._window is None):
+            return same
+        rows = student, teacher
+        sides = TokenSide.of(student), TokenSide.of(teacher)
         if everything_by_dp and self._window is not None:
-            left, right = self._window(student.ids, teacher.ids)
-            chunks = _as_chunks((student.full(left), teacher.full(right)))
-            return IdAlignment(chunks, (student, teacher), same is not None, "dp")
-        return same or self._align_different_bytes(student, teacher)
+            window = self._window(sides[0].ids, sides[1].ids)
+            chunks = _as_chunks([side.full(part) for side, part in zip(sides, window)])
+            return IdAlignment(chunks, pair_stops(rows, sides), same is not None, "dp")
+        return self._align_different_bytes(rows, sides)
 
-    def _align_different_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment:
+    def _align_different_bytes(self, rows: Sequence[IdRow], whole: Sequence[TokenSide]) -> IdAlignment:
         """Chunks of the equal bytes at both ends and, by the window's solver, of the tokens in between."""
         # Without a solver, or if one side's bytes are only the beginning of the other's, just the equal beginning is
         # aligned. Of the readings with and without dummy spaces, the one with the longest equal beginning is used.
-        pairs = product(student.readings(), teacher.readings())
+        pairs = product(*(side.readings() for side in whole))
         readings = [(sides, [side.spell() for side in sides]) for sides in pairs]
         sides, spelled = max(readings, key=lambda reading: _common_prefix(*reading[1]))
         common = _common_prefix(*spelled)
@@ -334,8 +294,8 @@ class IdAligner:
         # The beginning: chunks up to the last shared boundary within the common bytes.
         head, *last = chunks_by_ends(*(side[side <= common] for side in ends))
         starts = [int(tokens[-1]) + 1 if len(tokens) else 0 for tokens in last]
-        rows = [np.full(len(side), -1, np.int32) for side in ends]
-        for row, part, start in zip(rows, (head.student, head.teacher), starts):
+        chunk = [np.full(len(side), -1, np.int32) for side in ends]
+        for row, part, start in zip(chunk, (head.student, head.teacher), starts):
             row[:start] = part[:start]
 
         method = "bytes"
@@ -344,13 +304,13 @@ class IdAligner:
             method = "dp"
             stops = _window_stops(spelled, ends, starts)
             window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
-            count = _write_chunks(rows, window, starts, head.count)
+            count = _write_chunks(chunk, window, starts, head.count)
             tail, _, _ = chunks_by_ends(
                 *(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
             )
-            _write_chunks(rows, (tail.student, tail.teacher), stops, count)
-        full = [side.full(row) for side, row in zip(sides, rows)]
-        return IdAlignment(_as_chunks(full), sides, False, method)
+            _write_chunks(chunk, (tail.student, tail.teacher), stops, count)
+        full = [side.full(row) for side, row in zip(sides, chunk)]
+        return IdAlignment(_as_chunks(full), pair_stops(rows, sides), False, method)
 
 
 def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:

@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from distill_rl.align.alignment import TokenChunks, Tokenized, TokenPositions, gather_bytes, keep_chunks
-from distill_rl.align.vocabulary import SPACE, WHITE_SPACE, Vocabulary
+from distill_rl.align.alignment import TokenChunks, Tokenized, TokenPositions, gather_bytes, keep_chunks, writable
+from distill_rl.align.vocabulary import WHITE_SPACE, Vocabulary, words_of
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 
@@ -27,10 +27,8 @@ def encode(text: str) -> bytes:
         ) from error
 
 
-def place_by_bytes(
-    vocabulary: Vocabulary, ids: np.ndarray, text: bytes, *, written_specials: bool
-) -> TokenPositions | None:
-    """Positions of tokens whose bytes spell the beginning of the text; None if they do not.
+def place_in_chat(vocabulary: Vocabulary, ids: np.ndarray, text: bytes) -> TokenPositions | None:
+    """Positions of a rendered chat's tokens whose bytes spell the beginning of its text; None if they do not.
 
     The positions are `exact` if the bytes spell the whole text. The ids are read in sections that end at special
     tokens, whose bytes are not in the vocabulary's table:
@@ -43,13 +41,12 @@ def place_by_bytes(
        the cumulative sums.
 
     The unknown token needs care: nothing is known about the text that it stands for, but its id may also be that of eos
-    or bos. It is accepted as one of those only if the other tokens spell the whole text and, with `written_specials`,
-    if it is written literally itself.
+    or bos. It is accepted as one of those only if the other tokens spell the whole text and if it is written literally
+    itself.
 
     Args:
         ids: int32 [n].
         text: UTF-8.
-        written_specials: whether special tokens are written in `text` (a rendered chat) or stand beside it.
     """
     wide = ids.astype(np.intp)
     lengths = vocabulary.lengths.take(wide).astype(np.int64)
@@ -72,7 +69,7 @@ def place_by_bytes(
                 length_changes.append((section + int(np.flatnonzero(lengths[section:stop])[0]), -1))
                 size -= 1
             text_cursor, spelled_cursor = text_cursor + size, section_end
-        if stop < len(ids) and written_specials:
+        if stop < len(ids):
             size = _written_length(vocabulary, int(ids[stop]), text, text_cursor)
             if not size and ids[stop] == vocabulary.unknown:
                 return None
@@ -122,7 +119,7 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
     return bool((spans[span[has_span], 0] < ends[has_span]).any())
 
 
-def place_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets: np.ndarray) -> TokenPositions:
+def positions_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets: np.ndarray) -> TokenPositions:
     """Positions of the tokens in bytes, according to the tokenizer's offsets and checked against the text.
 
     1. Tokens whose offsets end at the same character (the bytes of one character, T5's ▁ before a word) form a group,
@@ -137,68 +134,14 @@ def place_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets
         ids: int32 [n].
         offsets: int64 [n, 2]: in characters of `text`.
     """
-    wide = ids.astype(np.intp)
-    lengths = vocabulary.lengths.take(wide).astype(np.int64)
-    bytes_before = byte_positions(text)
-    special = vocabulary.special.take(wide)
-    # A special token that covers characters (the unknown token) has a position although it spells nothing.
-    placed = np.flatnonzero((lengths > 0) | (special & (offsets[:, 1] > offsets[:, 0])))
-    token_stops = np.maximum.accumulate(bytes_before[offsets[placed, 1]]) if len(placed) else placed
-    opens_group = np.r_[token_stops[:1] > 0, token_stops[1:] > token_stops[:-1]]
-    group = np.maximum(opens_group.cumsum() - 1, 0)
-    count = int(group[-1]) + 1 if len(group) else 0
-    last = np.flatnonzero(np.r_[group[1:] != group[:-1], True]) if count else placed[:0]
-    stops = token_stops[last]
-    starts = np.r_[0, stops[:-1]][:count]
-    first = np.r_[0, last[:-1] + 1][:count]
-    faithful, has_dummy = _check_groups(vocabulary, wide[placed], encode(text), group, starts, stops)
-    faithful[group[special[placed]]] = False
+    from distill_rl.align.compiled import place_by_offsets  # imports Numba
 
-    token_ends = np.zeros(len(ids), np.int64)
-    token_ends[placed] = stops[group]
-    token_ends = np.maximum.accumulate(token_ends) if len(token_ends) else token_ends
-    token_starts = token_ends.copy()
-    token_starts[placed] = starts[group]
-    # A first token that is only a dummy space covers no text.
-    dummies = placed[first[has_dummy & (lengths[placed[first]] == 1)]] if count else placed
-    token_ends[dummies] = token_starts[dummies]
-    token_faithful = np.ones(len(ids), bool)
-    token_faithful[placed] = faithful[group]
-    return TokenPositions(token_starts, token_ends, token_faithful, False, bytes_before[offsets])
-
-
-def _check_groups(
-    vocabulary: Vocabulary,
-    ids: np.ndarray,
-    text: bytes,
-    group: np.ndarray,
-    starts: np.ndarray,
-    stops: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compares each group's bytes with those that it covers, byte by byte and all groups at once."""
-    # One leading space may be added or missing where the tokenizer does that (`dummy`, `drops_spaces`).
-    count = len(starts)
-    lengths = vocabulary.lengths.take(ids).astype(np.int64)
-    spelled = gather_bytes(vocabulary.flat, vocabulary.starts.take(ids), lengths, lengths.cumsum())
-    size = np.bincount(group, lengths, count).astype(np.int64)
-    begin = size.cumsum() - size
-    text_bytes = np.frombuffer(text + b"\0", np.uint8)
-    # A group of no bytes at the very end begins behind the last one.
-    spells_space = (np.r_[spelled, np.uint8(0)][begin] == SPACE) & (size > 0)
-    covers_space = text_bytes[starts] == SPACE
-    surplus = size - (stops - starts)
-    has_dummy = (surplus == 1) & spells_space & vocabulary.dummy
-    drops_space = (surplus == -1) & covers_space & vocabulary.drops_spaces
-    comparable = (surplus == 0) | has_dummy | drops_space
-    group_of_byte = np.repeat(np.arange(count), size)
-    # Where each spelled byte must stand in the text: shifted by the space that only one of the two has.
-    position = np.arange(len(spelled)) - begin[group_of_byte] + starts[group_of_byte]
-    position += drops_space[group_of_byte].astype(np.int64) - has_dummy[group_of_byte]
-    differs = spelled != text_bytes[np.clip(position, 0, len(text))]
-    differs[begin[has_dummy]] = False
-    has_difference = np.bincount(group_of_byte, differs, count) > 0
-    faithful = comparable & ~has_difference
-    return faithful, has_dummy & faithful
+    n, bytes_before = len(ids), byte_positions(text)
+    starts, ends, reported = np.empty(n, np.int64), np.empty(n, np.int64), np.empty((n, 2), np.int64)
+    faithful = np.empty(n, bool)
+    written = starts, ends, faithful, reported
+    place_by_offsets(vocabulary.table, writable(ids), words_of(encode(text)), bytes_before, writable(offsets), *written)
+    return TokenPositions(starts, ends, faithful, False, reported)
 
 
 def keep_same_place(chunks: TokenChunks, student: TokenPositions, teacher: TokenPositions) -> TokenChunks:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -465,6 +465,27 @@ STOPS = ("eos", "end_of_turn")
 SPACE = 0x20
 
 
+def words_of(text: bytes) -> np.ndarray:
+    """uint64 [bytes]: the eight bytes from each byte on, with zeros after the last one; all share one copy of them."""
+    return np.ndarray(len(text), np.uint64, text + bytes(8), strides=(1,))
+
+
+class Table(NamedTuple):
+    """A `Vocabulary` as compiled code reads it; −1 for a role that it does not have."""
+
+    words: np.ndarray
+    """`words_of` the bytes of all tokens"""
+    starts: np.ndarray
+    lengths: np.ndarray
+    special: np.ndarray
+    stops: np.ndarray
+    bos: int
+    unknown: int
+    dummy: bool
+    dummy_after_special: bool
+    drops_spaces: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """Id → exact bytes for one tokenizer, and what it does to a text."""
@@ -508,6 +529,22 @@ class Vocabulary:
     def size(self) -> int:
         """The highest id + 1, added tokens included."""
         return len(self.lengths)
+
+    @cached_property
+    def table(self) -> Table:
+        """What compiled code reads of this vocabulary."""
+        return Table(
+            words_of(self.flat.tobytes()),
+            self.starts,
+            self.lengths,
+            self.special,
+            np.array(self.stops, np.int64),
+            self.roles.get("bos", -1),
+            -1 if self.unknown is None else self.unknown,
+            self.dummy,
+            self.dummy_after_special,
+            self.drops_spaces,
+        )
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:

@@ -3,9 +3,11 @@
     bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt]
         [--lossy TEACHERS]
 
-Rows have 2,048 tokens on the student's side unless their name says otherwise. Times are medians over rounds in which
-the contenders take turns. TRL's walk gets precomputed byte offsets, so only the walk is timed. With a lossy teacher,
-whose ids need the dynamic programme, the first row of a process is timed separately from later ones.
+Rows have 2,048 tokens on the student's side unless their name says otherwise. Times are medians of the thread's CPU time
+over rounds in which the contenders take turns. TRL's walk gets precomputed byte offsets, so only the walk is timed.
+`beside_intersect1d` has, for every teacher, the times over bare `np.intersect1d` of a row that was aligned before (warm)
+and of rows each of which only one contender reads, once (cold). With a lossy teacher, whose ids need the dynamic
+programme, the first row of a process is timed separately from later ones.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,6 +103,9 @@ def measure(
             "trl": walk()[1],
         },
         "aligner_seconds": round(built, 2),
+        "beside_intersect1d": [
+            over_bare(tokenizers[0], tokenizer, texts["English"], rounds) for tokenizer in (tokenizers[1], *lossy)
+        ],
         "results": [measure_row(row, aligner, programme, rounds) for row in rows(aligner, texts)],
         "lossy": [
             measure_lossy(folder / str(i), tokenizers[0], tokenizer, text, rounds) for i, tokenizer in enumerate(lossy)
@@ -155,10 +162,7 @@ def measure_row(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds
         programme: an aligner with the method `dp`.
     """
     alignment = aligner.align_ids(row.student, row.teacher, **row.masks)
-    ends = [
-        np.unique(vocabulary.lengths[ids].cumsum())
-        for vocabulary, ids in ((aligner.student, row.student), (aligner.teacher, row.teacher))
-    ]
+    ends = boundaries(aligner, row.student, row.teacher)
     runs: dict[str, Run] = {
         OURS: lambda: aligner.align_ids(row.student, row.teacher, **row.masks),
         BARE: lambda: np.intersect1d(ends[0], ends[1], assume_unique=True),
@@ -187,7 +191,56 @@ def measure_row(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds
     }
 
 
-def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+def over_bare(student: Path, teacher: Path, text: str, rounds: int) -> dict[str, Any]:
+    """Microseconds of `pair` and `align_ids` and how many times those of bare `intersect1d` they are, warm and cold.
+
+    Args:
+        student, teacher: tokenizer folders.
+        text: is divided into rows of about `TOKENS` of the student's tokens.
+    """
+    from transformers import AutoTokenizer
+
+    aligner = TokenAligner(*(AutoTokenizer.from_pretrained(folder) for folder in (student, teacher)))
+    aligner.warm_up()
+    ids = aligner.tokenize_student(text).ids
+    contenders = []
+    for start in range(0, max(1, len(ids) - TOKENS), TOKENS):
+        spelled = b"".join(map(aligner.student.token_bytes, ids[start : start + TOKENS].tolist()))
+        kept = spelled.decode(errors="ignore")
+        sides = aligner.tokenize_student(kept), aligner.tokenize_teacher(kept)
+        contenders.append(
+            {
+                PAIR: partial(aligner.pair, *sides),
+                OURS: partial(aligner.align_ids, sides[0].ids, sides[1].ids),
+                BARE: partial(np.intersect1d, *boundaries(aligner, sides[0].ids, sides[1].ids), assume_unique=True),
+            }
+        )
+    first, *others = contenders
+    alignments = first[PAIR](), first[OURS]()
+    times = {"warm": medians(first, rounds)}
+    if len(others) >= len(first):
+        cold: dict[str, list[float]] = {name: [] for name in first}
+        for runs, name in zip(others, cycle(first)):
+            cold[name].append(_seconds(runs[name]))
+        times["cold"] = {name: 1e3 * median(seconds) for name, seconds in cold.items()}
+    return {
+        "teacher": teacher.name,
+        "rows": len(contenders),
+        "methods": {name: alignment.method for name, alignment in zip(first, alignments)},
+        "microseconds": {
+            state: {name: round(1e3 * ms, 1) for name, ms in each.items()} for state, each in times.items()
+        },
+        **{state: {name: round(each[name] / each[BARE], 2) for name in (PAIR, OURS)} for state, each in times.items()},
+    }
+
+
+def boundaries(aligner: TokenAligner, student: np.ndarray, teacher: np.ndarray) -> list[np.ndarray]:
+    """int64 [a], int64 [b]: the distinct byte positions at which the tokens of each side end."""
+    sides = ((aligner.student, student), (aligner.teacher, teacher))
+    return [np.unique(vocabulary.lengths[ids].cumsum()) for vocabulary, ids in sides]
+
+
+def medians(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
     """Median milliseconds of a call by contender.
 
     After a call that is not timed and one that is, contenders take turns, so that a slow moment of the machine affects
@@ -205,10 +258,10 @@ def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def _seconds(run: Run) -> float:
-    """The wall-clock time of one call."""
-    start = time.perf_counter()
+    """The CPU time of one call in this thread."""
+    start = time.thread_time()
     run()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def walk() -> tuple[Callable[..., Any] | None, str]:
@@ -307,7 +360,7 @@ def run_apart(program: str, *arguments: object, **environment: str) -> dict[str,
 main = harness.program(
     "align",
     measure,
-    columns=("row", "tokens", "milliseconds", "over_intersect1d", "teacher", "status", "first_seconds"),
+    columns=("row", "tokens", "milliseconds", "over_intersect1d", "teacher", "warm", "cold", "status", "first_seconds"),
     arguments={"tokenizers": {"nargs": 2, "metavar": ("STUDENT", "TEACHER")}},
 )
 

@@ -28,6 +28,10 @@ def test_it_writes_every_row_with_every_contender(tmp_path, monkeypatch, capsys)
     assert written["results"][2]["tokens"][0] == 256
     assert written["projection"]["shape"][1] == family("spm_always").vocab_size
     assert written["projection"]["peak_mib"] > 10
+    plain, lossy = written["beside_intersect1d"]
+    assert (plain["teacher"], plain["methods"][align.PAIR]) == ("spm_always", "bytes")
+    assert (lossy["teacher"], lossy["methods"][align.PAIR]) == ("wordpiece", "offsets")
+    assert min(plain[state][align.PAIR] for state in ("warm", "cold")) > 0
     [lossy] = written["lossy"]
     assert (lossy["teacher"], lossy["method"]) == ("wordpiece", "dp")
     assert lossy["tokens"][0] <= 256

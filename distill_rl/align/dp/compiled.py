@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 
+from distill_rl.align.compiled import compiled
 from distill_rl.align.dp.problem import (
     COLUMN_GAP,
     COLUMNS,
@@ -26,39 +24,6 @@ from distill_rl.align.dp.problem import (
     solve_each,
     trace_back,
 )
-
-
-def _compiled(function: Any) -> Any:
-    """The function compiled by Numba, on its first call and without the GIL."""
-    # The result is cached on disk if Numba finds a writable folder for that.
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
-def same_bytes(left, right):  # type: ignore[no-untyped-def]
-    """Whether two sides spell the same bytes, compared without a copy of either text; both must spell equally many.
-
-    Args:
-        left, right: `flat` and `starts` of the vocabulary, `ids` and `lengths` of the `TokenSide`.
-    """
-    # Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
-    flat, starts, ids, lengths = left
-    other_flat, other_starts, other_ids, other_lengths = right
-    other, place, stop = -1, 0, 0
-    for token in range(len(ids)):
-        end = starts[ids[token] + 1]
-        for byte in range(end - lengths[token], end):
-            while place == stop:
-                other += 1
-                stop = other_starts[other_ids[other] + 1]
-                place = stop - other_lengths[other]
-            if flat[byte] != other_flat[place]:
-                return False
-            place += 1
-    return True
 
 
 def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-untyped-def]
@@ -85,11 +50,11 @@ def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-un
     return best, move
 
 
-_choose = _compiled(choose)
-_trace_back = _compiled(trace_back)
+_choose = compiled(choose)
+_trace_back = compiled(trace_back)
 
 
-@_compiled
+@compiled
 def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
     """S[i, j], or `NEVER` outside the strip."""
     if i < 0 or j < low[i] or j > high[i]:
@@ -97,7 +62,7 @@ def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
     return np.int64(scores[offsets[i] + j - low[i]])
 
 
-@_compiled
+@compiled
 def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
     """uint8 [cells]: the move into every cell of the strip, row by row."""
     # The arguments are the fields of a `WindowProblem`. The three neighbours `diagonal`, `above` and `left` are carried

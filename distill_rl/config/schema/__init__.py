@@ -151,7 +151,7 @@ class AlignerConfig:
     max_bad_rows: int = field(default=10, metadata=NOT_NEGATIVE)
     """Number of rows that a run may leave out because an aligner fails or hangs on them; one more ends the run. They are listed in bad_rows.jsonl."""
     fast_ids: bool = True
-    """Compare bytes in compiled code, and build the tables of canonical ids for dp only once. false: neither, with the same results."""
+    """Compare the bytes of ids without a text in compiled code, and build the tables of canonical ids for dp only once. false: neither, with the same results."""
     dp: DPConfig = field(default_factory=DPConfig)
 
 
