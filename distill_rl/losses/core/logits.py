@@ -606,7 +606,8 @@ class _Chunks(ABC):
     def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
         self.inputs, self.settings, self.function, self.plan = student.inputs, student.settings, function, plan
         self.pieces, self.u = plan.pieces, student.like
-        self.buffers = Buffers(max(plan.largest, 1), self.settings.shard.size, self.u.dtype, self.u.device)
+        size, given = max(plan.largest, 1), student.weight is None
+        self.buffers = Buffers(size, self.settings.shard.size, self.u.dtype, self.u.device, reloaded=given)
 
     @abstractmethod
     def load(self, rows: slice, *, first: bool = False) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 if TYPE_CHECKING:
     from distill_rl.losses.core.logits import DenseTeacher  # whose kernels import this file
 
-_CPU_CHUNK = 2**17
+_CPU_CHUNK = 2**18
 _CUDA_CHUNK = 2**25
 PRODUCT_ROWS = 64
 """Fewer make a poor matrix product."""
@@ -60,6 +61,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@cache
 def floor_of(dtype: torch.dtype) -> float:
     """A finite stand-in for −inf: its exponential is 0, and the difference of two masked logits is 0 instead of NaN."""
     return torch.finfo(dtype).min / 4
@@ -139,8 +141,12 @@ class Buffers:
       kernels only over contiguous tensors.
     """
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
-        self.columns = columns
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, reloaded: bool = False):
+        """
+        Args:
+            reloaded: whether chunks are loaded anew for every pass and for the gradient.
+        """
+        self.columns, self.reloaded = columns, reloaded
         self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
         # The rows that a buffer holds, and whether they use the first centre, for callers that avoid computing them again.
@@ -152,6 +158,10 @@ class Buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
+    def spare(self, u: Tensor) -> Tensor:
+        """Where a pass that needs the chunk u no more writes its exponentials: in its place, if the next loads it anew."""
+        return u if self.reloaded else self.buffer("work", u.shape[0])
+
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
         """Returns u = (z − c)/T of these rows' logits z [n, columns] in a buffer [n, width].
 
@@ -160,7 +170,10 @@ class Buffers:
         Args:
             first: whether this is the first pass, which measures the centre of these rows.
         """
-        return self.finish(self.buffer(name, logits.shape[0]), logits, centre, rows, first=first)
+        buffer = self.buffer(name, logits.shape[0])
+        if logits.dtype != buffer.dtype and not logits.is_cuda:  # a CPU's kernels of two dtypes take longer than a copy
+            logits = buffer[:, : self.columns].copy_(logits)
+        return self.finish(buffer, logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
         """As `load`, into `buffer` [n, width], of which the logits may be the first columns."""
@@ -198,7 +211,7 @@ class Centre:
             self.local[rows] = self.NOTHING
             return
         largest = logits.amax(1).to(self.local.dtype)
-        self.local[rows] = largest.masked_fill_(largest == -torch.inf, self.NOTHING)
+        torch.nan_to_num(largest, torch.nan, torch.inf, self.NOTHING, out=self.local[rows])
 
     def moved(self, rows: slice) -> Tensor:
         """[n], the difference u(value) − u(local) between logits centred in either way."""
@@ -231,21 +244,22 @@ class LogSums:
         like = centre.local
         self.centre, self.against, self._whole = centre, against, whole
         self.max = torch.zeros_like(like)
-        self.totals = {power: torch.empty_like(like) for power in powers}
+        # Power 1, whose exponentials are kept, comes last.
+        self.totals = {power: torch.empty_like(like) for power in sorted(powers, key=lambda power: power == 1)}
         self.weighted = torch.empty_like(like) if weighted else None
         self.table = None if columns is None else like.new_zeros(len(like), columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.
 
-        x is left as it is, and so are the weighted total and the table.
+        x is left as it is, unless it is `work`, and so are the weighted total and the table.
         """
         if not self._whole:
             self.max[rows] = x.amax(1)
             x = torch.sub(x, self.max[rows, None], out=work)
-        for power in sorted(self.totals, key=lambda power: power == 1):  # power 1, which overwrites x − m, comes last
+        for power, total in self.totals.items():
             exponents = x if power == 1 else torch.mul(x, power)
-            self.totals[power][rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
+            total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
     def add_others(self, rows: slice, u: Tensor, columns: Tensor, work: Tensor) -> Tensor:
@@ -448,12 +462,14 @@ class LabelTerm:
         self.logit, self.lse, self.others = (frame.empty() for _ in range(3))
 
     def picked(self, rows: slice) -> Picked:
-        return self.logit, self.columns[rows]
+        """The logits of all rows' labels, after those of these rows that another rank holds are set to 0."""
+        columns = self.columns[rows]
+        self.logit[rows].masked_fill_(columns == self.size, 0)
+        return self.logit, columns
 
     def collect(self, rows: slice, u: Tensor) -> None:
-        """Stores the labels' logits of these rows from u [n, width]; 0 where another rank holds the label."""
-        columns = self.columns[rows, None]
-        self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
+        """Stores the labels' logits of these rows from u [n, width]; the floor where another rank holds the label."""
+        torch.gather(u, 1, self.columns[rows, None], out=self.logit[rows, None])
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
         """[n], from the logsumexp [n] over the whole vocabulary of the logits that are not divided by T."""
@@ -571,9 +587,10 @@ class LabelRows(RowFunction):
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.label.collect(rows, u)
-        exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.with_entropy:
-            self.sums.weigh(rows, exponentials, u)
+            self.sums.weigh(rows, self.sums.add(rows, u, buffers.buffer("work", u.shape[0])), u)
+        else:
+            self.sums.add(rows, u, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
         all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
@@ -652,7 +669,7 @@ class DenseRows(TeacherRows):
         for sums, x, y in ((self.student_sums, u, w), (self.teacher_sums, w, u)):
             exponentials = sums.add(rows, x, work)
             if sums.weighted is not None:
-                sums.weigh(rows, exponentials, x - y)
+                sums.weigh(rows, exponentials, torch.sub(x, y, out=buffers.buffer("difference", u.shape[0])))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.student_sums, self.teacher_sums])
@@ -675,7 +692,9 @@ class DenseRows(TeacherRows):
 
     def _collect_terms(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         # Second pass: this rank's parts of D = Σ f(p, q) and of H.
-        p, q = self._distributions(rows, u, buffers, out=buffers.buffer("work", u.shape[0]))
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
+        log_q = torch.sub(u, self.student_lse[rows, None], out=buffers.buffer("work", u.shape[0]))
+        p, q = Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
         self.slope_sum[rows] = row_sum(self.divergence.slope(p, q))
 
@@ -689,20 +708,14 @@ class DenseRows(TeacherRows):
         # Below 0 there is only rounding. NaN stays.
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def _distributions(
-        self, rows: slice, u: Tensor, buffers: Buffers, out: Tensor
-    ) -> tuple[Distribution, Distribution]:
-        """p and q of a chunk, [n, width]. `out` receives log q and may be u."""
-        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
-        log_q = torch.sub(u, self.student_lse[rows, None], out=out)
-        return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
-
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
         kd = weight_of(grads, 0, u) * self.temperature
-        p, q = self._distributions(rows, u, buffers, out=u)
-        gradient = self.divergence.slope(p, q).mul_(kd[:, None])
-        gradient.addcmul_(q.prob, (label.shared - kd * self.slope_sum[rows])[:, None])
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
+        buffers.held.pop("teacher", None)  # overwritten, as u is
+        log_p, log_q = w.sub_(self.teacher_lse[rows, None]), u.sub_(self.student_lse[rows, None])
+        slope, q = self.divergence.slope_(log_p, log_q)
+        gradient = slope.mul_(kd[:, None]).addcmul_(q, (label.shared - kd * self.slope_sum[rows])[:, None])
         return label.add_to(gradient)
 
 
@@ -740,10 +753,10 @@ class TopKRows(TeacherRows):
         self.divergence, self.tail = divergence, tail
         self.balance = divergence.balance if tail == "bucket" else 0.0
         self.rest = LogSums(self.centre, whole=False, powers=self.powers)
+        # Kept for backward, per row: the logsumexp over all columns and over R, the common factor slope_R − q_R·H of R's
+        # columns, and ∂D/∂u at S, [N, k], which is the student's u there before `compare`.
+        self.lse, self.rest_lse, self.rest_factor = (frame.empty() for _ in range(3))
         self.top = frame.empty(teacher.ids.shape[1])
-        # Kept for backward, per row: the logsumexp over all columns, over R, and that q at S is normalised by;
-        # slope_R − q_R·H, the common factor of R's columns; and H.
-        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope_sum = (frame.empty() for _ in range(5))
         if with_label_logprob:
             self.values.append(frame.empty())
 
@@ -752,16 +765,11 @@ class TopKRows(TeacherRows):
         """[N, k], in the student's vocabulary."""
         return self.held[0]
 
-    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        self.top = self.top.new_empty(0)
-        return super().outputs()
-
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.ids[rows])
-        top = self.rest.add_others(rows, u, columns, buffers.buffer("work", u.shape[0]))
-        self.top[rows] = torch.where(columns < self.shard.size, top, 0)  # 0 where another rank has the column
+        self.top[rows] = self.rest.add_others(rows, u, columns, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.rest], [(self.top, self.shard.columns(self.ids[rows]))])
@@ -792,12 +800,11 @@ class TopKRows(TeacherRows):
         log_p, log_q = self.teacher_logprobs(rows, top.dtype), top - lse[:, None]
         for mass, logprobs in ((self.constants[0], log_p), (self.constants[1], log_q)):
             mass[rows] = logprobs.exp().sum(1)
-        self.base[rows] = lse
         if self.tail == "renormalize":
-            self.base[rows] = top.logsumexp(1)
-            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - self.base[rows, None]
-        value, slope = self._terms(Distribution(log_p), Distribution(log_q))
-        value, slope = value.sum(1), slope.sum(1)
+            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - top.logsumexp(1, keepdim=True)
+        q = Distribution(log_q)
+        value, slope_at_top = self._terms(Distribution(log_p), q)
+        value, slope = value.sum(1), slope_at_top.sum(1)
         rest_q = Distribution(rest_lse - lse)
         rest_slope = torch.zeros_like(slope)
         if self.tail == "bucket":
@@ -812,7 +819,7 @@ class TopKRows(TeacherRows):
             value = value.clamp_min(0)  # below zero there is only rounding
         self.values[0][rows] = self.temperature**2 * value
         slope = slope.masked_fill(value.isnan(), torch.nan)  # TVD's sign would hide it
-        self.slope_sum[rows] = slope
+        self.top[rows] = slope_at_top - q.prob * slope[:, None]
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 
     def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
@@ -850,12 +857,7 @@ class TopKRows(TeacherRows):
             top: the student's u at S, [n, k].
             kd, ce: weights per row, [n]. `ce` is what all columns share; see `LabelGradient.shared`.
         """
-        log_p = self.teacher_logprobs(rows, top.dtype)
-        if self.tail == "renormalize":
-            log_p = log_p - log_p.logsumexp(1, keepdim=True)
-        q = Distribution(top - self.base[rows, None])
-        _, slope = self._terms(Distribution(log_p), q)
-        gradient = (slope - q.prob * self.slope_sum[rows, None]) * kd[:, None]
+        gradient = self.top[rows] * kd[:, None]
         return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
 
 
@@ -905,7 +907,7 @@ class SampledRows(TeacherRows):
             self.label.collect(rows, u)
         columns = self.shard.columns(self.held[0][rows])
         self.drawn[rows] = torch.where(columns < self.shard.size, u.gather(1, columns), 0)
-        self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
+        self.sums.add(rows, u, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.sums], [(self.drawn, self.shard.columns(self.held[0][rows]))])
