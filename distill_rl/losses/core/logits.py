@@ -659,8 +659,9 @@ class _GivenChunks(_Chunks):
             grads: [M] per differentiable value; None for one that does not enter the loss.
         """
         out = self._empty_gradient()
+        weights = self.function.weights(slice(0, self.plan.length), grads) if self.kernels is None else grads
         for rows in self.pieces:
-            shares = _parts(grads, rows)
+            shares = _parts(weights, rows)
             if self.kernels is None:
                 self.load(rows)
                 gradient = self.function.gradient(rows, self.u, shares, self.buffers)
@@ -735,7 +736,8 @@ class _ComputedChunks(_Chunks):
         columns, shares = self.buffers.columns, _parts(grads, rows)
         if self.kernels is None:
             slope = self.head.cap_slope(self.u, self.buffers, self.function.centre, rows)
-            gradient = self.function.gradient(rows, self.u, shares, self.buffers)
+            weights = self.function.weights(rows, shares)
+            gradient = self.function.gradient(rows, self.u, weights, self.buffers)
         else:
             slope = self.head.cap_slope(self.u, self.buffers)
             gradient = self.u if self.narrow == self.u.dtype else torch.empty_like(self.u, dtype=self.narrow)

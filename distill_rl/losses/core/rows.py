@@ -165,7 +165,7 @@ class Buffers:
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
         """Returns u = (z − c)/T of these rows' logits z [n, columns] in a buffer [n, width].
 
-        u is the floor where z is −inf and in the dummy columns.
+        u is the floor in the dummy columns, and where z is −inf unless `centre` keeps that.
 
         Args:
             first: whether this is the first pass, which measures the centre of these rows.
@@ -183,7 +183,8 @@ class Buffers:
         torch.sub(logits, of_rows, out=buffer[:, : self.columns])
         if centre.scale != 1:
             buffer.mul_(centre.scale)
-        buffer.clamp_(min=floor_of(buffer.dtype))
+        if not centre.keeps_inf:
+            buffer.clamp_(min=floor_of(buffer.dtype))
         buffer[:, self.columns :] = floor_of(buffer.dtype)
         return buffer
 
@@ -199,8 +200,9 @@ class Centre:
     NOTHING = -1e30
     """The centre of a row of which this rank has no column, or only masked ones."""
 
-    def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float):
+    def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float, *, keeps_inf: bool = False):
         self.scale = scale  # 1/T, the factor on centred logits
+        self.keeps_inf = keeps_inf  # whether −inf stays −inf: its exponential is 0, too, and nothing else is made of it
         self.split = shard.group is not None
         self.local = like.new_empty(num_rows)  # this rank's centres, in units of the logits
         self.value = like.new_empty(num_rows) if self.split else self.local  # those common to all ranks
@@ -255,8 +257,8 @@ class LogSums:
         x is left as it is, unless it is `work`, and so are the weighted total and the table.
         """
         if not self._whole:
-            self.max[rows] = x.amax(1)
-            x = torch.sub(x, self.max[rows, None], out=work)
+            largest = torch.amax(x, 1, out=self.max[rows])
+            x = torch.sub(x, largest[:, None], out=work)
         for power, total in self.totals.items():
             exponents = x if power == 1 else torch.mul(x, power)
             total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
@@ -351,8 +353,8 @@ class RowFrame(NamedTuple):
     def empty(self, *columns: int) -> Tensor:
         return self.like.new_empty(self.num_rows, *columns)
 
-    def centre(self) -> Centre:
-        return Centre(self.num_rows, self.like, self.shard, 1 / self.temperature)
+    def centre(self, *, keeps_inf: bool = False) -> Centre:
+        return Centre(self.num_rows, self.like, self.shard, 1 / self.temperature, keeps_inf=keeps_inf)
 
 
 Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]
@@ -392,13 +394,24 @@ class RowFunction(ABC):
         values, constants, self.values, self.constants = tuple(self.values), tuple(self.constants), [], ()
         return values, constants
 
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What `gradient` needs of the gradients [n] of the values of these rows; called for many chunks at once.
+
+        Args:
+            grads: one per differentiable value; None for one that does not enter the loss.
+
+        Returns:
+            Tensors of n rows, or None; by default the gradients.
+        """
+        return grads
+
     @abstractmethod
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
 
         Args:
             u: the loaded chunk; may be overwritten and returned.
-            grads: [n] per differentiable value; None for one that does not enter the loss.
+            weights: the chunk's rows of what `weights` returned for the gradients.
         """
 
     def exchange(self, tensors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
@@ -462,13 +475,13 @@ class LabelTerm:
         self.logit, self.lse, self.others = (frame.empty() for _ in range(3))
 
     def picked(self, rows: slice) -> Picked:
-        """The logits of all rows' labels, after those of these rows that another rank holds are set to 0."""
+        """The labels' logits, of which those of these rows are made finite: at least the floor, 0 on other ranks."""
         columns = self.columns[rows]
-        self.logit[rows].masked_fill_(columns == self.size, 0)
+        self.logit[rows].masked_fill_(columns == self.size, 0).clamp_(min=floor_of(self.logit.dtype))
         return self.logit, columns
 
     def collect(self, rows: slice, u: Tensor) -> None:
-        """Stores the labels' logits of these rows from u [n, width]; the floor where another rank holds the label."""
+        """Stores the labels' logits of these rows from u [n, width]."""
         torch.gather(u, 1, self.columns[rows, None], out=self.logit[rows, None])
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
@@ -536,6 +549,13 @@ class LabelGradient(LabelWeights):
             logits = torch.mul(u, self.temperature, out=buffers.buffer("label", u.shape[0]))
             self._softmax = logits.sub_(self.lse[:, None]).exp_().mul_(self.at_one[:, None])
 
+    @classmethod
+    def of(
+        cls, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
+    ) -> LabelGradient | None:
+        """None without a term. `grads` are those of the cross-entropy and of the log-probability, as far as there are any."""
+        return term and cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
+
     def add_to(self, gradient: Tensor) -> Tensor:
         """Adds the label terms to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
         if not self.given:
@@ -578,7 +598,7 @@ class LabelRows(RowFunction):
 
     def __init__(self, frame: RowFrame, targets: Tensor, *, entropy: bool):
         self.shard, self.temperature, self.with_entropy = frame.shard, frame.temperature, entropy
-        self.centre = frame.centre()
+        self.centre = frame.centre(keeps_inf=not entropy)
         self.label = LabelTerm(targets, frame._replace(temperature=1.0))  # of the logits that the pass reads
         self.sums = LogSums(self.centre, whole=True, weighted=entropy)
         self.lse = frame.empty()
@@ -600,16 +620,20 @@ class LabelRows(RowFunction):
             self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
             self.values[1][rows] = self.entropy[rows]
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
-        log_q = u.sub_(self.lse[rows, None])
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return [
+            -(weight_of(grads, number, self.lse[rows]) / self.temperature) for number in range(1 + self.with_entropy)
+        ]
+
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        label, log_q = weights[0], u.sub_(self.lse[rows, None])
         if self.with_entropy:
             q = torch.exp(log_q, out=buffers.buffer("work", u.shape[0]))
-            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(-entropy[:, None])
-            gradient.addcmul_(q, -label[:, None])
+            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(weights[1][:, None])
+            gradient.addcmul_(q, label[:, None])
         else:
-            gradient = log_q.exp_().mul_(-label[:, None])
-        return subtract_at(gradient, self.label.columns[rows], -label)
+            gradient = log_q.exp_().mul_(label[:, None])
+        return subtract_at(gradient, self.label.columns[rows], label)
 
 
 class TeacherRows(RowFunction):
@@ -708,15 +732,21 @@ class DenseRows(TeacherRows):
         # Below 0 there is only rounding. NaN stays.
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
-        kd = weight_of(grads, 0, u) * self.temperature
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        # The weight of each column's slope, that of its q, and the gradient of the cross-entropy.
+        kd = weight_of(grads, 0, self.student_lse[rows]) * self.temperature
+        shared = LabelWeights(self.label, rows, kd, given(grads, 1)).shared
+        return kd, shared - kd * self.slope_sum[rows], *grads[1:]
+
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        kd, factor, *of_label = weights
+        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         buffers.held.pop("teacher", None)  # overwritten, as u is
         log_p, log_q = w.sub_(self.teacher_lse[rows, None]), u.sub_(self.student_lse[rows, None])
         slope, q = self.divergence.slope_(log_p, log_q)
-        gradient = slope.mul_(kd[:, None]).addcmul_(q, (label.shared - kd * self.slope_sum[rows])[:, None])
-        return label.add_to(gradient)
+        gradient = slope.mul_(kd[:, None]).addcmul_(q, factor[:, None])
+        return gradient if label is None else label.add_to(gradient)
 
 
 class TopKRows(TeacherRows):
@@ -747,7 +777,7 @@ class TopKRows(TeacherRows):
         with_label_logprob: bool = False,
         centre: Centre | None = None,
     ):
-        super().__init__(frame, labels, centre)
+        super().__init__(frame, labels, centre or frame.centre(keeps_inf=True))
         rest = () if teacher.rest_logprob is None else (teacher.rest_logprob,)
         self.held = (teacher.ids, teacher.logprobs, *rest)
         self.divergence, self.tail = divergence, tail
@@ -757,6 +787,7 @@ class TopKRows(TeacherRows):
         # columns, and ∂D/∂u at S, [N, k], which is the student's u there before `compare`.
         self.lse, self.rest_lse, self.rest_factor = (frame.empty() for _ in range(3))
         self.top = frame.empty(teacher.ids.shape[1])
+        self.columns = self.shard.columns(teacher.ids)  # [N, k], during the passes
         if with_label_logprob:
             self.values.append(frame.empty())
 
@@ -765,15 +796,18 @@ class TopKRows(TeacherRows):
         """[N, k], in the student's vocabulary."""
         return self.held[0]
 
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        self.columns = self.columns.new_empty(0)
+        return super().outputs()
+
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         if self.label is not None:
             self.label.collect(rows, u)
-        columns = self.shard.columns(self.ids[rows])
-        self.top[rows] = self.rest.add_others(rows, u, columns, buffers.spare(u))
+        self.top[rows] = self.rest.add_others(rows, u, self.columns[rows], buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
-        self.all_reduce(rows, [self.rest], [(self.top, self.shard.columns(self.ids[rows]))])
-        top = torch.where(self.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
+        self.all_reduce(rows, [self.rest], [(self.top, self.columns[rows])])
+        top = self.top[rows].masked_fill(self.ids[rows] < 0, -torch.inf).clamp_min_(floor_of(self.top.dtype))
         # Where R is empty or masked, its sums are those of columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
         lse = _logsumexp(top, rest_lse)
@@ -839,26 +873,36 @@ class TopKRows(TeacherRows):
             return rest_of(log_p)
         return self.held[2][rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers, given(grads, 2))
-        kd = weight_of(grads, 0, u) * self.temperature
-        columns = self.shard.columns(self.ids[rows])
-        top = u.gather(1, columns)
-        rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
-        gradient = u.sub_(self.rest_lse[rows, None]).exp_()
-        gradient.mul_((kd * self.rest_factor[rows] + label.shared * rest_q)[:, None])
-        gradient.scatter_(1, columns, self.gradient_at_top(rows, top, kd, label.shared))
-        return label.add_to(gradient)
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        # The weight of D, the factor of R's columns, the columns of S, and the gradients of the label's values.
+        lse = self.lse[rows]
+        kd = weight_of(grads, 0, lse) * self.temperature
+        factor = kd * self.rest_factor[rows]
+        if self.label is not None:
+            shared = LabelWeights(self.label, rows, lse, given(grads, 1), given(grads, 2)).shared
+            factor = factor + shared * (self.rest_lse[rows] - lse).exp()
+        return kd, factor, self.shard.columns(self.ids[rows]), *grads[1:]
 
-    def gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        kd, factor, columns, *of_label = weights
+        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
+        at_top = self.gradient_at_top(rows, kd, label and (u.gather(1, columns), label.shared))
+        gradient = u.sub_(self.rest_lse[rows, None]).exp_().mul_(factor[:, None]).scatter_(1, columns, at_top)
+        return gradient if label is None else label.add_to(gradient)
+
+    def gradient_at_top(self, rows: slice, kd: Tensor, softmax: tuple[Tensor, Tensor] | None) -> Tensor:
         """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
 
         Args:
-            top: the student's u at S, [n, k].
-            kd, ce: weights per row, [n]. `ce` is what all columns share; see `LabelGradient.shared`.
+            kd: weights per row, [n].
+            softmax: the student's u at S, [n, k], and what all columns share of ce, [n] (`LabelGradient.shared`); None
+                without labels.
         """
         gradient = self.top[rows] * kd[:, None]
-        return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
+        if softmax is None:
+            return gradient
+        top, shared = softmax
+        return gradient.addcmul_((top - self.lse[rows, None]).exp(), shared[:, None])
 
 
 def rest_of(logprobs: Tensor) -> Tensor:
@@ -891,7 +935,7 @@ class SampledRows(TeacherRows):
     """
 
     def __init__(self, frame: RowFrame, teacher: SampledTokens, labels: Tensor | None):
-        super().__init__(frame, labels)
+        super().__init__(frame, labels, frame.centre(keeps_inf=True))
         self.held, self._mean_logprob = (teacher.ids, teacher.counts), teacher.mean_logprob
         self.sums = LogSums(self.centre, whole=True, powers=self.powers)
         self.drawn = frame.empty(teacher.ids.shape[1])
@@ -906,7 +950,7 @@ class SampledRows(TeacherRows):
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.held[0][rows])
-        self.drawn[rows] = torch.where(columns < self.shard.size, u.gather(1, columns), 0)
+        self.drawn[rows] = torch.where(columns < self.shard.size, u.gather(1, columns).clamp_min_(floor_of(u.dtype)), 0)
         self.sums.add(rows, u, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
