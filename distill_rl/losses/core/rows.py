@@ -554,7 +554,7 @@ class LabelGradient(LabelWeights):
         cls, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
     ) -> LabelGradient | None:
         """None without a term. `grads` are those of the cross-entropy and of the log-probability, as far as there are any."""
-        return term and cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
+        return None if term is None else cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
 
     def add_to(self, gradient: Tensor) -> Tensor:
         """Adds the label terms to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
@@ -886,7 +886,8 @@ class TopKRows(TeacherRows):
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         kd, factor, columns, *of_label = weights
         label = LabelGradient.of(self.label, rows, u, of_label, buffers)
-        at_top = self.gradient_at_top(rows, kd, label and (u.gather(1, columns), label.shared))
+        softmax = None if label is None else (u.gather(1, columns), label.shared)
+        at_top = self.gradient_at_top(rows, kd, softmax)
         gradient = u.sub_(self.rest_lse[rows, None]).exp_().mul_(factor[:, None]).scatter_(1, columns, at_top)
         return gradient if label is None else label.add_to(gradient)
 
