@@ -565,7 +565,7 @@ class StudentLogits:
             function: what is computed; if it has kernels, these take fewer copies. None: not known yet.
         """
         if self.weight is None:
-            return default_chunk(columns, self.inputs.device, computed=computed)
+            return default_chunk(columns, self.inputs.device, dense=dense, computed=computed)
         found = None if function is None else choose_kernels(function, self.like.new_empty(1, 1), self.settings.backend)
         return computed_chunk(self.inputs.shape[1], columns, self.inputs.device, dense=dense, kernels=found is not None)
 

@@ -46,7 +46,8 @@ from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 if TYPE_CHECKING:
     from distill_rl.losses.core.logits import DenseTeacher  # whose kernels import this file
 
-_CPU_CHUNK = 2**18
+_CPU_CHUNK = {False: 2**18, True: 2**17}
+"""Elements; with them, the buffers of a chunk fit into a core's cache: one, or with a dense teacher four."""
 _CUDA_CHUNK = 2**25
 PRODUCT_ROWS = 64
 """Fewer make a poor matrix product."""
@@ -67,14 +68,15 @@ def floor_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def default_chunk(columns: int, device: torch.device, *, computed: bool = False) -> int:
-    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 512 KiB, so that copies fit into a core's cache.
+def default_chunk(columns: int, device: torch.device, *, dense: bool = True, computed: bool = False) -> int:
+    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 1 MiB, or 512 KiB if `dense`.
 
     Args:
+        dense: whether more is made of a chunk than one copy.
         computed: whether a matrix product makes logits of the chunk, which reads the whole output layer whatever the number
             of rows: at least PRODUCT_ROWS then.
     """
-    rows = (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1)
+    rows = (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK[dense]) // max(columns, 1)
     return max(1, rows, PRODUCT_ROWS if computed else 1)
 
 
