@@ -160,9 +160,12 @@ class Buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
-    def spare(self, u: Tensor) -> Tensor:
-        """Where a pass that needs the chunk u no more writes its exponentials: in its place, if the next loads it anew."""
-        return u if self.reloaded else self.buffer("work", u.shape[0])
+    def spare(self, chunk: Tensor, name: str = "work") -> Tensor:
+        """Where a pass that needs `chunk` no more may write: in its place if that is loaded anew, else a buffer."""
+        if not self.reloaded:
+            return self.buffer(name, chunk.shape[0])
+        self.held.clear()
+        return chunk
 
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
         """Returns u = (z − c)/T of these rows' logits z [n, columns] in a buffer [n, width].
@@ -695,7 +698,7 @@ class DenseRows(TeacherRows):
         for sums, x, y in ((self.student_sums, u, w), (self.teacher_sums, w, u)):
             exponentials = sums.add(rows, x, work)
             if sums.weighted is not None:
-                sums.weigh(rows, exponentials, torch.sub(x, y, out=buffers.buffer("difference", u.shape[0])))
+                sums.weigh(rows, exponentials, torch.sub(x, y, out=buffers.spare(x, "difference")))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.student_sums, self.teacher_sums])
