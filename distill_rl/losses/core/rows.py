@@ -176,7 +176,8 @@ class Buffers:
             first: whether this is the first pass, which measures the centre of these rows.
         """
         buffer = self.buffer(name, logits.shape[0])
-        if logits.dtype != buffer.dtype and not logits.is_cuda:  # a CPU's kernels of two dtypes take longer than a copy
+        # On a CPU, kernels of two dtypes take longer than a copy, and the first pass reads the logits twice.
+        if not logits.is_cuda and (first or logits.dtype != buffer.dtype):
             logits = buffer[:, : self.columns].copy_(logits)
         return self.finish(buffer, logits, centre, rows, first=first)
 
