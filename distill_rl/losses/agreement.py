@@ -222,7 +222,7 @@ class _TopKAgreement(_AgreementRows, TopKRows):
     """Against a teacher that is known in k columns."""
 
     def __init__(self, frame: RowFrame, teacher: TopKLogprobs):
-        TopKRows.__init__(self, frame, teacher, resolve("tvd", 0.0), "bucket", None)
+        TopKRows.__init__(self, frame, teacher, resolve("tvd", 0.0), "bucket", None, centre=frame.centre())
         self.make_values(frame)
         self.of_student = _OneSide(self.centre, frame.shard)
 

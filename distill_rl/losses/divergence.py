@@ -62,6 +62,11 @@ class Divergence:
         """The derivative of each token's term with respect to its log q, with p held fixed."""
         raise NotImplementedError
 
+    def slope_(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope and q, from log-probabilities, which it may overwrite."""
+        q = Distribution(log_q)
+        return self.slope(Distribution(log_p), q), q.prob
+
     @cached_property
     def balance(self) -> float:
         """The κ that makes value + κ·(q − p) never negative, term by term, and zero only where p = q.
@@ -95,6 +100,9 @@ class ForwardKL(Divergence):
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return -p.prob
 
+    def slope_(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        return log_p.exp_().neg_(), log_q.exp_()
+
 
 class ReverseKL(Divergence):
     """KL(q‖p)"""
@@ -106,6 +114,10 @@ class ReverseKL(Divergence):
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return q.prob * (q.log - p.log + 1)
+
+    def slope_(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        factor = torch.sub(log_q, log_p, out=log_p).add_(1)
+        return factor.mul_(log_q.exp_()), log_q
 
 
 class JensenShannon(Divergence):

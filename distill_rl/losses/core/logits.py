@@ -565,7 +565,7 @@ class StudentLogits:
             function: what is computed; if it has kernels, these take fewer copies. None: not known yet.
         """
         if self.weight is None:
-            return default_chunk(columns, self.inputs.device, computed=computed)
+            return default_chunk(columns, self.inputs.device, dense=dense, computed=computed)
         found = None if function is None else choose_kernels(function, self.like.new_empty(1, 1), self.settings.backend)
         return computed_chunk(self.inputs.shape[1], columns, self.inputs.device, dense=dense, kernels=found is not None)
 
@@ -606,7 +606,8 @@ class _Chunks(ABC):
     def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
         self.inputs, self.settings, self.function, self.plan = student.inputs, student.settings, function, plan
         self.pieces, self.u = plan.pieces, student.like
-        self.buffers = Buffers(max(plan.largest, 1), self.settings.shard.size, self.u.dtype, self.u.device)
+        size, given = max(plan.largest, 1), student.weight is None
+        self.buffers = Buffers(size, self.settings.shard.size, self.u.dtype, self.u.device, reloaded=given)
 
     @abstractmethod
     def load(self, rows: slice, *, first: bool = False) -> None:
@@ -658,8 +659,9 @@ class _GivenChunks(_Chunks):
             grads: [M] per differentiable value; None for one that does not enter the loss.
         """
         out = self._empty_gradient()
+        weights = self.function.weights(slice(0, self.plan.length), grads) if self.kernels is None else grads
         for rows in self.pieces:
-            shares = _parts(grads, rows)
+            shares = _parts(weights, rows)
             if self.kernels is None:
                 self.load(rows)
                 gradient = self.function.gradient(rows, self.u, shares, self.buffers)
@@ -734,7 +736,8 @@ class _ComputedChunks(_Chunks):
         columns, shares = self.buffers.columns, _parts(grads, rows)
         if self.kernels is None:
             slope = self.head.cap_slope(self.u, self.buffers, self.function.centre, rows)
-            gradient = self.function.gradient(rows, self.u, shares, self.buffers)
+            weights = self.function.weights(rows, shares)
+            gradient = self.function.gradient(rows, self.u, weights, self.buffers)
         else:
             slope = self.head.cap_slope(self.u, self.buffers)
             gradient = self.u if self.narrow == self.u.dtype else torch.empty_like(self.u, dtype=self.narrow)

@@ -31,6 +31,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 if TYPE_CHECKING:
     from distill_rl.losses.core.logits import DenseTeacher  # whose kernels import this file
 
-_CPU_CHUNK = 2**17
+_CPU_CHUNK = {False: 2**18, True: 2**17}
+"""Elements; with them, the buffers of a chunk fit into a core's cache: one, or with a dense teacher four."""
 _CUDA_CHUNK = 2**25
 PRODUCT_ROWS = 64
 """Fewer make a poor matrix product."""
@@ -60,19 +62,21 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@cache
 def floor_of(dtype: torch.dtype) -> float:
     """A finite stand-in for −inf: its exponential is 0, and the difference of two masked logits is 0 instead of NaN."""
     return torch.finfo(dtype).min / 4
 
 
-def default_chunk(columns: int, device: torch.device, *, computed: bool = False) -> int:
-    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 512 KiB, so that copies fit into a core's cache.
+def default_chunk(columns: int, device: torch.device, *, dense: bool = True, computed: bool = False) -> int:
+    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 1 MiB, or 512 KiB if `dense`.
 
     Args:
+        dense: whether more is made of a chunk than one copy.
         computed: whether a matrix product makes logits of the chunk, which reads the whole output layer whatever the number
             of rows: at least PRODUCT_ROWS then.
     """
-    rows = (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1)
+    rows = (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK[dense]) // max(columns, 1)
     return max(1, rows, PRODUCT_ROWS if computed else 1)
 
 
@@ -139,8 +143,12 @@ class Buffers:
       kernels only over contiguous tensors.
     """
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
-        self.columns = columns
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, reloaded: bool = False):
+        """
+        Args:
+            reloaded: whether chunks are loaded anew for every pass and for the gradient.
+        """
+        self.columns, self.reloaded = columns, reloaded
         self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
         # The rows that a buffer holds, and whether they use the first centre, for callers that avoid computing them again.
@@ -152,15 +160,26 @@ class Buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
+    def spare(self, chunk: Tensor, name: str = "work") -> Tensor:
+        """Where a pass that needs `chunk` no more may write: in its place if that is loaded anew, else a buffer."""
+        if not self.reloaded:
+            return self.buffer(name, chunk.shape[0])
+        self.held.clear()
+        return chunk
+
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
         """Returns u = (z − c)/T of these rows' logits z [n, columns] in a buffer [n, width].
 
-        u is the floor where z is −inf and in the dummy columns.
+        u is the floor in the dummy columns, and where z is −inf unless `centre` keeps that.
 
         Args:
             first: whether this is the first pass, which measures the centre of these rows.
         """
-        return self.finish(self.buffer(name, logits.shape[0]), logits, centre, rows, first=first)
+        buffer = self.buffer(name, logits.shape[0])
+        # On a CPU, kernels of two dtypes take longer than a copy, and the first pass reads the logits twice.
+        if not logits.is_cuda and (first or logits.dtype != buffer.dtype):
+            logits = buffer[:, : self.columns].copy_(logits)
+        return self.finish(buffer, logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
         """As `load`, into `buffer` [n, width], of which the logits may be the first columns."""
@@ -170,7 +189,8 @@ class Buffers:
         torch.sub(logits, of_rows, out=buffer[:, : self.columns])
         if centre.scale != 1:
             buffer.mul_(centre.scale)
-        buffer.clamp_(min=floor_of(buffer.dtype))
+        if not centre.keeps_inf:
+            buffer.clamp_(min=floor_of(buffer.dtype))
         buffer[:, self.columns :] = floor_of(buffer.dtype)
         return buffer
 
@@ -186,8 +206,9 @@ class Centre:
     NOTHING = -1e30
     """The centre of a row of which this rank has no column, or only masked ones."""
 
-    def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float):
+    def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float, *, keeps_inf: bool = False):
         self.scale = scale  # 1/T, the factor on centred logits
+        self.keeps_inf = keeps_inf  # whether −inf stays −inf: its exponential is 0, too, and nothing else is made of it
         self.split = shard.group is not None
         self.local = like.new_empty(num_rows)  # this rank's centres, in units of the logits
         self.value = like.new_empty(num_rows) if self.split else self.local  # those common to all ranks
@@ -198,7 +219,7 @@ class Centre:
             self.local[rows] = self.NOTHING
             return
         largest = logits.amax(1).to(self.local.dtype)
-        self.local[rows] = largest.masked_fill_(largest == -torch.inf, self.NOTHING)
+        torch.nan_to_num(largest, torch.nan, torch.inf, self.NOTHING, out=self.local[rows])
 
     def moved(self, rows: slice) -> Tensor:
         """[n], the difference u(value) − u(local) between logits centred in either way."""
@@ -231,21 +252,22 @@ class LogSums:
         like = centre.local
         self.centre, self.against, self._whole = centre, against, whole
         self.max = torch.zeros_like(like)
-        self.totals = {power: torch.empty_like(like) for power in powers}
+        # Power 1, whose exponentials are kept, comes last.
+        self.totals = {power: torch.empty_like(like) for power in sorted(powers, key=lambda power: power == 1)}
         self.weighted = torch.empty_like(like) if weighted else None
         self.table = None if columns is None else like.new_zeros(len(like), columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.
 
-        x is left as it is, and so are the weighted total and the table.
+        x is left as it is, unless it is `work`, and so are the weighted total and the table.
         """
         if not self._whole:
-            self.max[rows] = x.amax(1)
-            x = torch.sub(x, self.max[rows, None], out=work)
-        for power in sorted(self.totals, key=lambda power: power == 1):  # power 1, which overwrites x − m, comes last
+            largest = torch.amax(x, 1, out=self.max[rows])
+            x = torch.sub(x, largest[:, None], out=work)
+        for power, total in self.totals.items():
             exponents = x if power == 1 else torch.mul(x, power)
-            self.totals[power][rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
+            total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
     def add_others(self, rows: slice, u: Tensor, columns: Tensor, work: Tensor) -> Tensor:
@@ -337,8 +359,8 @@ class RowFrame(NamedTuple):
     def empty(self, *columns: int) -> Tensor:
         return self.like.new_empty(self.num_rows, *columns)
 
-    def centre(self) -> Centre:
-        return Centre(self.num_rows, self.like, self.shard, 1 / self.temperature)
+    def centre(self, *, keeps_inf: bool = False) -> Centre:
+        return Centre(self.num_rows, self.like, self.shard, 1 / self.temperature, keeps_inf=keeps_inf)
 
 
 Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]
@@ -378,13 +400,24 @@ class RowFunction(ABC):
         values, constants, self.values, self.constants = tuple(self.values), tuple(self.constants), [], ()
         return values, constants
 
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What `gradient` needs of the gradients [n] of the values of these rows; called for many chunks at once.
+
+        Args:
+            grads: one per differentiable value; None for one that does not enter the loss.
+
+        Returns:
+            Tensors of n rows, or None; by default the gradients.
+        """
+        return grads
+
     @abstractmethod
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
 
         Args:
             u: the loaded chunk; may be overwritten and returned.
-            grads: [n] per differentiable value; None for one that does not enter the loss.
+            weights: the chunk's rows of what `weights` returned for the gradients.
         """
 
     def exchange(self, tensors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
@@ -448,12 +481,14 @@ class LabelTerm:
         self.logit, self.lse, self.others = (frame.empty() for _ in range(3))
 
     def picked(self, rows: slice) -> Picked:
-        return self.logit, self.columns[rows]
+        """The labels' logits, of which those of these rows are made finite: at least the floor, 0 on other ranks."""
+        columns = self.columns[rows]
+        self.logit[rows].masked_fill_(columns == self.size, 0).clamp_(min=floor_of(self.logit.dtype))
+        return self.logit, columns
 
     def collect(self, rows: slice, u: Tensor) -> None:
-        """Stores the labels' logits of these rows from u [n, width]; 0 where another rank holds the label."""
-        columns = self.columns[rows, None]
-        self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
+        """Stores the labels' logits of these rows from u [n, width]."""
+        torch.gather(u, 1, self.columns[rows, None], out=self.logit[rows, None])
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
         """[n], from the logsumexp [n] over the whole vocabulary of the logits that are not divided by T."""
@@ -520,6 +555,13 @@ class LabelGradient(LabelWeights):
             logits = torch.mul(u, self.temperature, out=buffers.buffer("label", u.shape[0]))
             self._softmax = logits.sub_(self.lse[:, None]).exp_().mul_(self.at_one[:, None])
 
+    @classmethod
+    def of(
+        cls, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
+    ) -> LabelGradient | None:
+        """None without a term. `grads` are those of the cross-entropy and of the log-probability, as far as there are any."""
+        return None if term is None else cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
+
     def add_to(self, gradient: Tensor) -> Tensor:
         """Adds the label terms to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
         if not self.given:
@@ -562,7 +604,7 @@ class LabelRows(RowFunction):
 
     def __init__(self, frame: RowFrame, targets: Tensor, *, entropy: bool):
         self.shard, self.temperature, self.with_entropy = frame.shard, frame.temperature, entropy
-        self.centre = frame.centre()
+        self.centre = frame.centre(keeps_inf=not entropy)
         self.label = LabelTerm(targets, frame._replace(temperature=1.0))  # of the logits that the pass reads
         self.sums = LogSums(self.centre, whole=True, weighted=entropy)
         self.lse = frame.empty()
@@ -571,9 +613,10 @@ class LabelRows(RowFunction):
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.label.collect(rows, u)
-        exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.with_entropy:
-            self.sums.weigh(rows, exponentials, u)
+            self.sums.weigh(rows, self.sums.add(rows, u, buffers.buffer("work", u.shape[0])), u)
+        else:
+            self.sums.add(rows, u, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
         all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
@@ -583,16 +626,20 @@ class LabelRows(RowFunction):
             self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
             self.values[1][rows] = self.entropy[rows]
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
-        log_q = u.sub_(self.lse[rows, None])
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return [
+            -(weight_of(grads, number, self.lse[rows]) / self.temperature) for number in range(1 + self.with_entropy)
+        ]
+
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        label, log_q = weights[0], u.sub_(self.lse[rows, None])
         if self.with_entropy:
             q = torch.exp(log_q, out=buffers.buffer("work", u.shape[0]))
-            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(-entropy[:, None])
-            gradient.addcmul_(q, -label[:, None])
+            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(weights[1][:, None])
+            gradient.addcmul_(q, label[:, None])
         else:
-            gradient = log_q.exp_().mul_(-label[:, None])
-        return subtract_at(gradient, self.label.columns[rows], -label)
+            gradient = log_q.exp_().mul_(label[:, None])
+        return subtract_at(gradient, self.label.columns[rows], label)
 
 
 class TeacherRows(RowFunction):
@@ -652,7 +699,7 @@ class DenseRows(TeacherRows):
         for sums, x, y in ((self.student_sums, u, w), (self.teacher_sums, w, u)):
             exponentials = sums.add(rows, x, work)
             if sums.weighted is not None:
-                sums.weigh(rows, exponentials, x - y)
+                sums.weigh(rows, exponentials, torch.sub(x, y, out=buffers.spare(x, "difference")))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.student_sums, self.teacher_sums])
@@ -675,7 +722,9 @@ class DenseRows(TeacherRows):
 
     def _collect_terms(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         # Second pass: this rank's parts of D = Σ f(p, q) and of H.
-        p, q = self._distributions(rows, u, buffers, out=buffers.buffer("work", u.shape[0]))
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
+        log_q = torch.sub(u, self.student_lse[rows, None], out=buffers.buffer("work", u.shape[0]))
+        p, q = Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
         self.slope_sum[rows] = row_sum(self.divergence.slope(p, q))
 
@@ -689,21 +738,21 @@ class DenseRows(TeacherRows):
         # Below 0 there is only rounding. NaN stays.
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def _distributions(
-        self, rows: slice, u: Tensor, buffers: Buffers, out: Tensor
-    ) -> tuple[Distribution, Distribution]:
-        """p and q of a chunk, [n, width]. `out` receives log q and may be u."""
-        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
-        log_q = torch.sub(u, self.student_lse[rows, None], out=out)
-        return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        # The weight of each column's slope, that of its q, and the gradient of the cross-entropy.
+        kd = weight_of(grads, 0, self.student_lse[rows]) * self.temperature
+        shared = LabelWeights(self.label, rows, kd, given(grads, 1)).shared
+        return kd, shared - kd * self.slope_sum[rows], *grads[1:]
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
-        kd = weight_of(grads, 0, u) * self.temperature
-        p, q = self._distributions(rows, u, buffers, out=u)
-        gradient = self.divergence.slope(p, q).mul_(kd[:, None])
-        gradient.addcmul_(q.prob, (label.shared - kd * self.slope_sum[rows])[:, None])
-        return label.add_to(gradient)
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        kd, factor, *of_label = weights
+        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
+        buffers.held.pop("teacher", None)  # overwritten, as u is
+        log_p, log_q = w.sub_(self.teacher_lse[rows, None]), u.sub_(self.student_lse[rows, None])
+        slope, q = self.divergence.slope_(log_p, log_q)
+        gradient = slope.mul_(kd[:, None]).addcmul_(q, factor[:, None])
+        return gradient if label is None else label.add_to(gradient)
 
 
 class TopKRows(TeacherRows):
@@ -734,16 +783,17 @@ class TopKRows(TeacherRows):
         with_label_logprob: bool = False,
         centre: Centre | None = None,
     ):
-        super().__init__(frame, labels, centre)
+        super().__init__(frame, labels, centre or frame.centre(keeps_inf=True))
         rest = () if teacher.rest_logprob is None else (teacher.rest_logprob,)
         self.held = (teacher.ids, teacher.logprobs, *rest)
         self.divergence, self.tail = divergence, tail
         self.balance = divergence.balance if tail == "bucket" else 0.0
         self.rest = LogSums(self.centre, whole=False, powers=self.powers)
+        # Kept for backward, per row: the logsumexp over all columns and over R, the common factor slope_R − q_R·H of R's
+        # columns, and ∂D/∂u at S, [N, k], which is the student's u there before `compare`.
+        self.lse, self.rest_lse, self.rest_factor = (frame.empty() for _ in range(3))
         self.top = frame.empty(teacher.ids.shape[1])
-        # Kept for backward, per row: the logsumexp over all columns, over R, and that q at S is normalised by;
-        # slope_R − q_R·H, the common factor of R's columns; and H.
-        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope_sum = (frame.empty() for _ in range(5))
+        self.columns = self.shard.columns(teacher.ids)  # [N, k], during the passes
         if with_label_logprob:
             self.values.append(frame.empty())
 
@@ -753,19 +803,17 @@ class TopKRows(TeacherRows):
         return self.held[0]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        self.top = self.top.new_empty(0)
+        self.columns = self.columns.new_empty(0)
         return super().outputs()
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         if self.label is not None:
             self.label.collect(rows, u)
-        columns = self.shard.columns(self.ids[rows])
-        top = self.rest.add_others(rows, u, columns, buffers.buffer("work", u.shape[0]))
-        self.top[rows] = torch.where(columns < self.shard.size, top, 0)  # 0 where another rank has the column
+        self.top[rows] = self.rest.add_others(rows, u, self.columns[rows], buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
-        self.all_reduce(rows, [self.rest], [(self.top, self.shard.columns(self.ids[rows]))])
-        top = torch.where(self.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
+        self.all_reduce(rows, [self.rest], [(self.top, self.columns[rows])])
+        top = self.top[rows].masked_fill(self.ids[rows] < 0, -torch.inf).clamp_min_(floor_of(self.top.dtype))
         # Where R is empty or masked, its sums are those of columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
         lse = _logsumexp(top, rest_lse)
@@ -792,12 +840,11 @@ class TopKRows(TeacherRows):
         log_p, log_q = self.teacher_logprobs(rows, top.dtype), top - lse[:, None]
         for mass, logprobs in ((self.constants[0], log_p), (self.constants[1], log_q)):
             mass[rows] = logprobs.exp().sum(1)
-        self.base[rows] = lse
         if self.tail == "renormalize":
-            self.base[rows] = top.logsumexp(1)
-            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - self.base[rows, None]
-        value, slope = self._terms(Distribution(log_p), Distribution(log_q))
-        value, slope = value.sum(1), slope.sum(1)
+            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - top.logsumexp(1, keepdim=True)
+        q = Distribution(log_q)
+        value, slope_at_top = self._terms(Distribution(log_p), q)
+        value, slope = value.sum(1), slope_at_top.sum(1)
         rest_q = Distribution(rest_lse - lse)
         rest_slope = torch.zeros_like(slope)
         if self.tail == "bucket":
@@ -812,7 +859,7 @@ class TopKRows(TeacherRows):
             value = value.clamp_min(0)  # below zero there is only rounding
         self.values[0][rows] = self.temperature**2 * value
         slope = slope.masked_fill(value.isnan(), torch.nan)  # TVD's sign would hide it
-        self.slope_sum[rows] = slope
+        self.top[rows] = slope_at_top - q.prob * slope[:, None]
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 
     def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
@@ -832,31 +879,37 @@ class TopKRows(TeacherRows):
             return rest_of(log_p)
         return self.held[2][rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers, given(grads, 2))
-        kd = weight_of(grads, 0, u) * self.temperature
-        columns = self.shard.columns(self.ids[rows])
-        top = u.gather(1, columns)
-        rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
-        gradient = u.sub_(self.rest_lse[rows, None]).exp_()
-        gradient.mul_((kd * self.rest_factor[rows] + label.shared * rest_q)[:, None])
-        gradient.scatter_(1, columns, self.gradient_at_top(rows, top, kd, label.shared))
-        return label.add_to(gradient)
+    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        # The weight of D, the factor of R's columns, the columns of S, and the gradients of the label's values.
+        lse = self.lse[rows]
+        kd = weight_of(grads, 0, lse) * self.temperature
+        factor = kd * self.rest_factor[rows]
+        if self.label is not None:
+            shared = LabelWeights(self.label, rows, lse, given(grads, 1), given(grads, 2)).shared
+            factor = factor + shared * (self.rest_lse[rows] - lse).exp()
+        return kd, factor, self.shard.columns(self.ids[rows]), *grads[1:]
 
-    def gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
+        kd, factor, columns, *of_label = weights
+        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
+        softmax = None if label is None else (u.gather(1, columns), label.shared)
+        at_top = self.gradient_at_top(rows, kd, softmax)
+        gradient = u.sub_(self.rest_lse[rows, None]).exp_().mul_(factor[:, None]).scatter_(1, columns, at_top)
+        return gradient if label is None else label.add_to(gradient)
+
+    def gradient_at_top(self, rows: slice, kd: Tensor, softmax: tuple[Tensor, Tensor] | None) -> Tensor:
         """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
 
         Args:
-            top: the student's u at S, [n, k].
-            kd, ce: weights per row, [n]. `ce` is what all columns share; see `LabelGradient.shared`.
+            kd: weights per row, [n].
+            softmax: the student's u at S, [n, k], and what all columns share of ce, [n] (`LabelGradient.shared`); None
+                without labels.
         """
-        log_p = self.teacher_logprobs(rows, top.dtype)
-        if self.tail == "renormalize":
-            log_p = log_p - log_p.logsumexp(1, keepdim=True)
-        q = Distribution(top - self.base[rows, None])
-        _, slope = self._terms(Distribution(log_p), q)
-        gradient = (slope - q.prob * self.slope_sum[rows, None]) * kd[:, None]
-        return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
+        gradient = self.top[rows] * kd[:, None]
+        if softmax is None:
+            return gradient
+        top, shared = softmax
+        return gradient.addcmul_((top - self.lse[rows, None]).exp(), shared[:, None])
 
 
 def rest_of(logprobs: Tensor) -> Tensor:
@@ -889,7 +942,7 @@ class SampledRows(TeacherRows):
     """
 
     def __init__(self, frame: RowFrame, teacher: SampledTokens, labels: Tensor | None):
-        super().__init__(frame, labels)
+        super().__init__(frame, labels, frame.centre(keeps_inf=True))
         self.held, self._mean_logprob = (teacher.ids, teacher.counts), teacher.mean_logprob
         self.sums = LogSums(self.centre, whole=True, powers=self.powers)
         self.drawn = frame.empty(teacher.ids.shape[1])
@@ -904,8 +957,8 @@ class SampledRows(TeacherRows):
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.held[0][rows])
-        self.drawn[rows] = torch.where(columns < self.shard.size, u.gather(1, columns), 0)
-        self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
+        self.drawn[rows] = torch.where(columns < self.shard.size, u.gather(1, columns).clamp_min_(floor_of(u.dtype)), 0)
+        self.sums.add(rows, u, buffers.spare(u))
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.sums], [(self.drawn, self.shard.columns(self.held[0][rows]))])

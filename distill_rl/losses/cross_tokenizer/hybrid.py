@@ -165,7 +165,8 @@ class StrictRows(LabelLogprobRows):
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         grad, gradient = given(grads, 2), None
         if grad is not None and rows.start < self.num_first:
-            gradient = self.top.gradient(rows, self._masked(u, buffers), [grad], buffers)
+            weights = self.top.weights(rows, [grad])
+            gradient = self.top.gradient(rows, self._masked(u, buffers), weights, buffers)
         of_label = super().gradient(rows, u, grads, buffers)
         return of_label if gradient is None else of_label.add_(gradient)
 

@@ -81,7 +81,7 @@ class TopKKernels(RowKernels):
         rest_q = (function.rest_lse[rows] - function.lse[rows]).exp()
         factor = kd * function.rest_factor[rows] + label.shared * rest_q
         _row_gradient(visit, function.centre, factor, function.rest_lse[rows], label, out, counts)
-        values = function.gradient_at_top(rows, top, kd, label.shared)
+        values = function.gradient_at_top(rows, kd, (top, label.shared))
         put_entries(out, visit.order, columns, _with_label(label, values, columns, top), counts)
 
 

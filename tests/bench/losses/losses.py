@@ -6,16 +6,25 @@ was there before is given per element of the student's logits, the gradient incl
 
 TRL and torchtune are measured as installed; where they are not, and for SkyRL and verl, their published formulas stand
 in.
+
+Plain torch allocates several tensors of the logits' size in every call, and glibc maps large ones anew each time: a page
+fault per 4 KiB. That is a good part of its time, and differs with the settings of the allocator. So the ratios are also
+measured at several numbers of rows in two child processes, with glibc's defaults and with memory that is kept (`KEPT`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +48,8 @@ HIDDEN = 256
 LABELLED = 0.2
 """share of the rows that count where some are ignored, as in chats"""
 FUSED_ROWS = (256, 512, 1024, 2048)
+KEPT = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"), str(2**30))
+"""Settings with which glibc neither maps tensors anew nor gives their memory back."""
 PLAIN = "plain torch"
 Step = Callable[[Tensor], Tensor]
 """Student logits → loss."""
@@ -178,6 +189,66 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def pairs(teacher: Tensor, top: TopKLogprobs, labels: Tensor) -> dict[str, tuple[Step, Step]]:
+    """Steps of this package and of plain torch for the same loss, by the name of the loss.
+
+    Args:
+        teacher: logits [N, V]; `top` are their largest.
+        labels: int64 [N], of all rows.
+    """
+
+    def plain_kl(student: Tensor) -> Tensor:
+        p, q = F.log_softmax(teacher.float(), -1), F.log_softmax(student.float(), -1)
+        return F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+    return {
+        "forward_kl": (ours("forward_kl", DenseLogits(teacher)), plain_kl),
+        f"top_{TOP_K}": (ours("forward_kl", top), lambda student: peers.top_k_and_rest_kl(student, top)),
+        "logprobs": (
+            lambda student: -_logprobs(student, labels).mean(),
+            lambda student: F.cross_entropy(student.float(), labels),
+        ),
+    }
+
+
+def times_over_plain(vocabulary: int, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """CPU time of forward and backward over that of plain torch, the median of rounds that take turns, for each dtype."""
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(rows, vocabulary, generator=draw) for _ in range(2))
+    every, top = torch.arange(rows) % vocabulary, vocab_parallel_topk(teacher, TOP_K)
+    records = []
+    for dtype in (torch.float32, torch.bfloat16):
+        narrow, steps = student.to(dtype), pairs(teacher.to(dtype), top, every)
+        ratios: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(rounds + 1):
+            for name, both in steps.items():
+                mine, theirs = (_cpu_seconds(forward_backward(narrow, step)) for step in both)
+                if number:  # the first is a warm-up
+                    ratios[name].append(mine / theirs)
+        figures = {name: round(median(each), 3) for name, each in ratios.items()}
+        records.append({"vocabulary": vocabulary, "rows": rows, "dtype": str(dtype).partition(".")[2]} | figures)
+    return records
+
+
+def _cpu_seconds(run: Callable[[], None]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def by_allocator(vocabulary: int, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """`times_over_plain` of a process with each of the allocator's settings."""
+    records = []
+    for allocator, settings in (("default", {}), ("kept", KEPT)):
+        with (
+            patch.dict(os.environ, settings),
+            ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
+        ):
+            measured = process.submit(times_over_plain, vocabulary, rows, rounds).result()
+        records += [{"allocator": allocator} | record for record in measured]
+    return records
+
+
 def linear_loss_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
     """Functions that run a top-k loss forward and backward on the CPU: `unfused` and `fused`.
 
@@ -222,13 +293,19 @@ def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure(
-    _: Path, *, elements: int = 2**26, vocabularies: tuple[int, ...] = (32_000, 128_256), rounds: int = 5
+    _: Path,
+    *,
+    elements: int = 2**26,
+    vocabularies: tuple[int, ...] = (32_000, 128_256),
+    rows: tuple[int, ...] = (64, 512, 2048),
+    rounds: int = 5,
 ) -> dict[str, Any]:
     """Compare the losses from logits, and the fused loss with the unfused, at every vocabulary.
 
     Args:
         elements: logits of a comparison.
         vocabularies: their sizes.
+        rows: numbers of rows at which both settings of the allocator are compared.
         rounds: timed rounds.
     """
     settings = {
@@ -237,11 +314,13 @@ def measure(
         "rounds": rounds,
         "threads": torch.get_num_threads(),
     }
-    results, fused = [], []
+    results, fused, over_plain = [], [], []
     for vocabulary in vocabularies:
         results += compare(elements // vocabulary, vocabulary, rounds)
         fused += measure_fused(vocabulary, rounds)
-    return {"settings": settings, "results": results, "fused": fused}
+        for count in rows:
+            over_plain += by_allocator(vocabulary, count, rounds)
+    return {"settings": settings, "results": results, "fused": fused, "time_over_plain": over_plain}
 
 
 main = harness.program("losses", measure)

@@ -18,7 +18,8 @@ def test_the_benchmark_writes_figures_with_hardware_and_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "losses.json"
-    arguments = ["--elements", str(128 * 2048), "--vocabularies", "2048", "--rounds", "1", "--out", str(out)]
+    sizes = ["--elements", str(128 * 2048), "--vocabularies", "2048", "--rows", "16", "--rounds", "1"]
+    arguments = [*sizes, "--out", str(out)]
     monkeypatch.setattr(losses, "FUSED_ROWS", (64, 128))
     assert losses.main(arguments) == 0
     written = json.loads(out.read_text())
@@ -28,6 +29,9 @@ def test_the_benchmark_writes_figures_with_hardware_and_commit(
     assert all(2 <= line["bytes_per_element"] < 3 for line in ours)
     assert all(line["time_fp32"] > 0 for line in written["results"])
     assert [line["rows"] for line in written["fused"]] == [64, 128]
+    over_plain = written["time_over_plain"]
+    assert [line["allocator"] for line in over_plain] == ["default", "default", "kept", "kept"]
+    assert all(line[name] > 0 for line in over_plain for name in ("forward_kl", "top_64", "logprobs"))
     assert "bytes_per_element" in capsys.readouterr().out
 
 
@@ -62,12 +66,13 @@ def test_the_formulas_that_stand_in_for_missing_packages_agree_with_ours() -> No
             torch.testing.assert_close(found, kd(divergence), rtol=1e-4, atol=1e-6)
 
 
-def test_the_formulas_of_verl_and_skyrl_agree_with_ours() -> None:
+def test_the_formulas_of_verl_and_skyrl_and_a_plain_top_k_agree_with_ours() -> None:
     draw = torch.Generator().manual_seed(1)
     student, teacher = (torch.randn(6, 50, generator=draw) for _ in range(2))
     top, ids = vocab_parallel_topk(teacher, 5), torch.arange(6)
     pairs = (
         (lambda leaf: peers.top_k_kl(leaf, top), lambda leaf: kd_loss(leaf, top, tail="truncate").loss),
+        (lambda leaf: peers.top_k_and_rest_kl(leaf, top), lambda leaf: kd_loss(leaf, top).loss),
         (
             lambda leaf: peers.StreamedLogprobs.apply(leaf, ids, 4).sum(),
             lambda leaf: vocab_parallel_logprobs(leaf, ids).sum(),
