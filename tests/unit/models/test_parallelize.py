@@ -34,6 +34,7 @@ def test_layers_and_untied_embeddings_are_fsdp_units(tie: bool, units: int) -> N
         close_world(world)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "gemma2", "opt", "mixtral"])
 def test_one_rank_has_the_gradients_of_fsdp_bit_for_bit(
