@@ -36,7 +36,7 @@ if [[ $name == served ]]; then
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
     PYTHON=$PYTHON_VLLM
 fi
-if [[ $name == memory || $name == plain_loop || " $* " == *" pretrained "* ]]; then # these need torchao, or gguf
+if [[ $name == memory || " $* " == *" pretrained "* ]]; then # these need torchao, or gguf
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
     PYTHON=$PYTHON_TRITON
 fi

@@ -37,7 +37,8 @@ class WorkerMemory:
     """The unsharded fp32 gradient that a rank sums over its micro-batches if gradients are reduced once per step."""
     optimizer: int = 0
     gathered: int = 0
-    """FSDP's unsharded copy of its largest unit, the gradient of that unit, and the communication buffers of both."""
+    """FSDP's unsharded copy of its largest unit, the gradient of that unit, and the communication buffers of both. On one rank what
+    exists beside the parameters in the compute dtype."""
     scratch: int = 0
     """Temporaries of one optimizer step; of a teacher with quantised weights, the one that a layer computes with."""
     activations: int = 0
@@ -121,6 +122,8 @@ def student_memory(
                                                     a buffer for each; 2 b for what is not trained
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp     of what is trained: the rest is used as it is
+        gathered, one rank     b P if b < 4         the same copies; fp32 computes with the weights themselves
+                               + U b                gradients that are not added to the others yet
         logits                 3 b T V / tp         T tokens per micro-batch, of which a rank has 1 / sp, V columns:
                                                     logits, log-softmax, gradient
         logits, fused          32 T V / tp          but at most 192 MiB, on GPUs 1 GiB: a chunk of them
@@ -144,6 +147,12 @@ def student_memory(
     unit = max(seen // max(model.num_layers, 1), model.tables // tp)
     whole = model.parameters - model.frozen  # trained as a whole, unlike those with adapters
     in_unit = min(unit, max(whole, (model.trained - whole) // max(model.num_layers, 1)))
+    if parallel.dp * parallel.ranks_per_row == 1:
+        gathered = (item * shard if item < ITEM_SIZE["fp32"] else 0) + item * in_unit
+    elif shards > 1:
+        gathered = 2 * item * unit + 8 * in_unit
+    else:
+        gathered = item * shard + in_unit * (item + 8)
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
@@ -152,7 +161,7 @@ def student_memory(
         gradients=4 * shard,
         accumulated=_accumulated(config, model),
         optimizer=8 * shard,
-        gathered=2 * item * unit + 8 * in_unit if shards > 1 else item * shard + in_unit * (item + 8),
+        gathered=gathered,
         scratch=(0 if on_gpu else 4 * shard) + _dequantized(config.student, model),
         activations=_activations(config, model, tokens, item, on_gpu),
         logits=_logits(config, model, on_gpu),

@@ -66,7 +66,7 @@ def load_model(
     """Loads a model into this rank's shards. Collective over the world.
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
-    other positions), computes in its `dtype` and is in training mode. With adapters, only these and modules to
+    other positions; on one rank they are plain tensors), computes in its `dtype` and is in training mode. With adapters, only these and modules to
     save are fp32 and require gradients; all else is in `dtype`. A teacher has weights in its `dtype`, split by tensor
     parallelism alone (its data-parallel ranks are replicas), and is frozen and in evaluation mode. Either's frozen weights
     may be quantised; those are split by tensor parallelism alone too. Call a student through `forward.logits`, a teacher

@@ -1,6 +1,6 @@
 """Parallelism, applied to a model from outside in one fixed order.
 
-    activation checkpointing → tensor parallelism → tie again → compile → take out → FSDP2
+    activation checkpointing → tensor parallelism → tie again → compile → take out → FSDP2, or on one rank `ComputeCopies`
 
 Each step relies on the previous ones:
 
@@ -9,19 +9,21 @@ Each step relies on the previous ones:
 3. Replaced parameters are no longer tied, so input and output embeddings are tied again.
 4. Each decoder layer is compiled on its own, including its collectives of tensor parallelism, but not those of FSDP2.
 5. Weights that will be quantised are taken out: FSDP2 does not shard what is no parameter.
-6. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer.
+6. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer. A single
+   rank has nothing to share: its parameters stay as they are, and `ComputeCopies` keeps FSDP2's rule of dtypes.
 
-In the end all trained parameters are DTensors on one mesh (`World.parameter_mesh`), so clipping, the optimizer and
-checkpoints handle one kind of parameter.
+In the end all trained parameters are DTensors on one mesh (`World.parameter_mesh`), or on one rank plain tensors, so clipping,
+the optimizer and checkpoints handle one kind of parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -32,12 +34,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.adapters import ADAPTER, WEIGHTS, is_adapted
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
+from distill_rl.models.forward import inner_model
 from distill_rl.models.quantization import Format, Taken, take_out
 from distill_rl.parallel.mesh import TP, data_mesh
 
@@ -156,7 +160,7 @@ def parallelize(
 
     Args:
         mesh: its tensor-parallel dimension splits the model by the family's plan, if it has more than one rank.
-        fsdp: shard over the data-parallel ranks; otherwise they are replicas.
+        fsdp: shard over the data-parallel ranks; otherwise they are replicas. On one rank, follow FSDP2's rule of dtypes.
         activation_offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The
             model must be on a GPU when it runs.
         compute_dtype: used only with `fsdp`.
@@ -184,7 +188,9 @@ def parallelize(
             # torch cannot trace DTensors whose sizes are symbols, so there each width of the rows has its own program.
             layer.compile(dynamic=False if mesh[TP].size() > 1 else None)
     taken = [] if quantization is None else take_out(model, quantization)
-    if fsdp:
+    if fsdp and mesh.size() == 1:
+        ComputeCopies.attach(model, compute_dtype)
+    elif fsdp:
         shard(model, data_mesh(mesh), compute_dtype)
     return taken
 
@@ -298,7 +304,7 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Applies FSDP2 to a model in place, even on a single rank, so that there is one code path.
+    """Applies FSDP2 to a model in place.
 
     Every decoder layer is a unit, and so are the input and output embeddings unless they are tied; the root has the
     rest. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
@@ -311,12 +317,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) 
     """
     # An output dtype would cast the hidden states between bf16 layers; the loss casts its input itself.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=None)
-    modules: list[nn.Module | list[nn.Module]] = [*decoder_layers(model)]
-    if not model.all_tied_weights_keys:
-        modules += [model.get_input_embeddings(), model.get_output_embeddings()]
     sharded = _num_shards(mesh) > 1
     alone = None if sharded else {parameter for parameter in model.parameters() if not parameter.requires_grad}
-    for module in [*modules, model]:
+    for module in [*_parts(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded, ignored_params=alone)
     if mesh.size() == 1:
         return  # nothing is reduced; a factor would only add a pass over the gradient
@@ -326,13 +329,113 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) 
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def _parts(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model that FSDP2 shards one by one, and whose inputs are converted to the dtype they compute in."""
+    tables = [] if model.all_tied_weights_keys else [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [*decoder_layers(model), *tables]
+
+
+class ComputeCopies:
+    """FSDP2's mixed precision on one rank: fp32 parameters, of which the layers compute with copies in another dtype.
+
+    Between two steps the modules hold the parameters. From the first forward pass until `drop` they hold the copies. When
+    a backward pass has completed the gradient of a copy, it is added to that of the parameter, in fp32, and freed. Every
+    number is what FSDP2 makes on one rank, bit for bit.
+    """
+
+    _ATTRIBUTE = "_distill_rl_copies"
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        """Where the modules hold each parameter."""
+        self._shown = False
+        self.last = False
+        """Whether the next backward pass is the step's last, after which a copy is not needed."""
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Makes a model compute with copies in `dtype`; nothing to do if its trained parameters have that dtype."""
+        if all(parameter.dtype == dtype for parameter in model.parameters() if parameter.requires_grad):
+            return
+        copies = cls(dtype)
+        setattr(model, cls._ATTRIBUTE, copies)
+        for entrance in (model, inner_model(model)):
+            entrance.register_forward_pre_hook(lambda *_: copies.show(model), prepend=True)
+        for part in _parts(model):
+            part.register_forward_pre_hook(partial(_convert_inputs, dtype), with_kwargs=True)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ComputeCopies | None:
+        """Those that `attach` gave to a model."""
+        return vars(model).get(cls._ATTRIBUTE)
+
+    def show(self, model: nn.Module) -> None:
+        """Makes the copies, and gives them to the modules; nothing to do if they have them."""
+        if self._shown:
+            return
+        if not self._places:
+            self._find(model)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(copy.nbytes)
+        with torch.no_grad():
+            torch._foreach_copy_([*self._copies.values()], [*self._copies])
+        for held, name, parameter in self._places:
+            held[name] = self._copies[parameter]
+        self._shown = True
+
+    def drop(self) -> None:
+        """Gives the parameters back to the modules, and frees the copies."""
+        if not self._shown:
+            return
+        for held, name, parameter in self._places:
+            held[name] = parameter
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
+        self._shown = False
+
+    def _find(self, model: nn.Module) -> None:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                self._places.append((module._parameters, name, parameter))
+                if parameter not in self._copies:
+                    copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+                    copy.register_post_accumulate_grad_hook(partial(self._add, parameter))
+                    self._copies[parameter] = copy
+
+    def _add(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Moves the gradient of a copy to its parameter."""
+        gradient, copy.grad = copy.grad, None
+        assert gradient is not None
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient
+        if self.last:
+            copy.untyped_storage().resize_(0)
+
+
+def _convert_inputs(
+    dtype: torch.dtype, _: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+
+
 def units(model: nn.Module) -> list[FSDPModule]:
-    """All modules that are FSDP2 units, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """All modules that are FSDP2 units, the root first; none on one rank."""
+    # The root is always one.
+    return (
+        [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if isinstance(model, FSDPModule)
+        else []
+    )
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes every unit present its sharded parameters and drop its gathered copy.
+    """Makes every unit present its sharded parameters and drop its gathered copy; on one rank, drops `ComputeCopies`.
 
     Required after a forward without backward, and before anything reads or writes parameters: a unit that is still
     gathered presents plain tensors to `named_parameters`, and its next forward would use weights from before the
@@ -340,6 +443,8 @@ def reshard(model: nn.Module) -> None:
     """
     for unit in units(model):
         unit.reshard()
+    if (copies := ComputeCopies.of(model)) is not None:
+        copies.drop()
 
 
 class GradientReduction:
@@ -361,6 +466,7 @@ class GradientReduction:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, once: bool):
         self._units = units(model)
+        self._copies = ComputeCopies.of(model)
         self._resident = _num_shards(mesh) == 1
         self.once = once or self._resident
 
@@ -374,6 +480,8 @@ class GradientReduction:
                 reduces; without, only the all-reduce between replicas waits for it. On a single shard, weights are
                 freed after this one; otherwise after each.
         """
+        if self._copies is not None:
+            self._copies.last = last
         for unit in self._units:
             if self.once:
                 unit.set_requires_gradient_sync(last, recurse=False)

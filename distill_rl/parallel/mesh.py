@@ -73,7 +73,7 @@ class World:
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
-        """The mesh of every trained parameter: all of `mesh`, or without tensor parallelism its data-parallel part."""
+        """The mesh of every trained parameter of several ranks: all of `mesh`, or without tensor parallelism its data-parallel part."""
         return self.mesh if self.tp > 1 else data_mesh(self.mesh)
 
     @property

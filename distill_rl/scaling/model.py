@@ -83,13 +83,14 @@ TOP_K_KERNEL = 24
 digits of 8 bits and a gathering pass, five readings of 4."""
 FUSED_TOP_K = 2
 
-# Bytes per parameter of the student, fp32 master weights and bf16 compute, data-parallel size 1.
+# Bytes per parameter of the student, fp32 master weights and bf16 compute, on a single shard of FSDP2. One rank alone, which does without it, moves
+# 6 in the place of GATHER and nothing in that of REDUCE.
 GATHER = 10
 """Once per step: fp32 to bf16 6, into the gathered parameter 4."""
 FIRST_GRADIENT, MORE_GRADIENT = 6, 10
 """A micro-batch's bf16 gradient becomes the fp32 sum 6, or is added to it 10."""
 REDUCE = 16
-"""Once per step, on one rank: the fp32 sum into a flat buffer 8, from there into the sharded gradient 8."""
+"""Once per step: the fp32 sum into a flat buffer 8, from there into the sharded gradient 8."""
 CLIP = 12
 """The norm reads 4, the factor 8."""
 ADAMW = 28

@@ -125,7 +125,7 @@ def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) 
     earlier versions do.
 
     Args:
-        learnable: make a projection of `xtoken` trainable; its parameter is a DTensor, replicated on all ranks.
+        learnable: make a projection of `xtoken` trainable; its parameter is a DTensor, replicated on all ranks if there are several.
 
     Raises:
         ValueError: a missing or damaged projection.
@@ -143,6 +143,8 @@ def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) 
     if not learnable or spec.method != "xtoken":
         return CrossTokenizer(spec.method, fixed)
     projection = LearnableProjection(fixed)
+    if world.world_size == 1:
+        return CrossTokenizer(spec.method, projection)
     # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
     mesh = world.parameter_mesh
     placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)

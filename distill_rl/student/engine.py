@@ -181,6 +181,8 @@ class StudentEngine:
                 self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
         sums = self._run(batch, targets, blend, backward=True, last=last)
+        if last:
+            reshard(self.model)
         self._losses.add(sums, blend, batch.num_labels)
         if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
             self.kd_scale = ce_over_kd(sums, self.world)
@@ -206,7 +208,6 @@ class StudentEngine:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
         step = self.step + 1
-        reshard(self.model)
         for parameter in self.objective.parameters():
             complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()

@@ -1,7 +1,8 @@
 """AdamW over sharded parameters, the learning rate as a pure function of the step, global-norm clipping, and
 which steps are skipped.
 
-Every parameter is a DTensor on one mesh (`World.parameter_mesh`), so all of this is plain torch without special cases.
+Every parameter is a DTensor on one mesh (`World.parameter_mesh`), or a plain tensor on a single rank, so all of this is plain torch
+without special cases.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from distill_rl.models.files import read_config, read_tokenizer
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.parallel.shards import gather_to_first, local_slices, mask_padded_columns
+from distill_rl.parallel.shards import gather_to_first, local_part, local_slices, mask_padded_columns
 from tests.helpers import ranks
 from tests.helpers.load import load_model
 from tests.helpers.ranks import RankError, run_ranks
@@ -101,7 +101,7 @@ def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
     restore_buffers(model)
     sizes = read_weights(model, files)
     peak = _status("VmHWM")
-    held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    held = sum(local_part(parameter).nbytes for parameter in model.parameters())
     close_world(world)
     return peak - before, held, max(sizes, default=0), sum(sizes)
 

@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from distill_rl.models import forward
 from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.parallel.mesh import close_world, data_mesh, open_world
+from distill_rl.student.optim import clip_gradients
 from tests.helpers import ranks
-from tests.helpers.engines import relative_l2
+from tests.helpers.engines import relative_l2, whole_gradients
 from tests.helpers.load import load_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import write_model
@@ -72,7 +73,7 @@ def step(world, path: str, recompute: bool, share: slice, once: bool) -> Step:
     problems = [
         f"{name} is on {parameter.device_mesh.mesh_dim_names}"
         for name, parameter in model.named_parameters()
-        if parameter.device_mesh.size() != world.world_size
+        if world.world_size > 1 and parameter.device_mesh.size() != world.world_size
     ]
     half = len(ids) // 2
     reduction = GradientReduction(model, data_mesh(world.mesh), once=once)
@@ -88,12 +89,8 @@ def step(world, path: str, recompute: bool, share: slice, once: bool) -> Step:
             model.train()
     reshard(model)
     gradients = whole_gradients(model)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+    norm = clip_gradients([*model.parameters()], 0.5)
     return Step(gradients, norm, whole_gradients(model), problems)
-
-
-def whole_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.full_tensor().clone() for name, parameter in model.named_parameters()}
 
 
 def single_process_gradients(path: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill_rl.models.parallelize import units
 from distill_rl.parallel.mesh import World, open_world
+from distill_rl.parallel.shards import local_part
 from distill_rl.student.engine import StudentEngine
 from tests.helpers import ranks
 from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows, whole_parameters
@@ -43,6 +44,8 @@ class Work(TorchDispatchMode):
         # FSDP2 keeps shards as vectors, while activations have at least three dimensions.
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16 and args[0].ndim == 1:
             self.converted += args[0].numel()
+        if func is torch.ops.aten._foreach_copy_.default:  # one rank has no FSDP2
+            self.converted += sum(copy.numel() for copy in args[0] if copy.dtype == torch.bfloat16)
         return func(*args, **(kwargs or {}))
 
 
@@ -60,7 +63,7 @@ def work(world: World, sync: str, student: Path) -> tuple[dict[str, int], float,
     rows = token_rows([[document] for document in random_documents(MICRO_BATCHES * world.dp)], WIDTH)
     batch = rank_batch(rows, world.dp_rank, world.dp)
     engine.train_step(batch, no_targets)
-    with Work(sum(parameter.to_local().numel() for parameter in engine.parameters)) as mode:
+    with Work(sum(local_part(parameter).numel() for parameter in engine.parameters)) as mode:
         engine.forward_backward(batch, no_targets)
     return dict(mode.sent), mode.converted / mode.parameters, len(units(engine.model))
 

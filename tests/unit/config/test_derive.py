@@ -189,11 +189,16 @@ def test_student_needs_sixteen_bytes_per_parameter_over_all_ranks(load):
 
 
 def test_one_shard_copies_all_weights_and_several_gather_a_unit(load):
-    one, two = (student_memory(load(f"student.parallel.dp={dp}"), MODEL).gathered for dp in (1, 2))
+    def gathered(*settings: str) -> int:
+        return student_memory(load(*settings), MODEL).gathered
+
     unit = 2 * 8000 * 256  # both tables
-    assert (one, two) == (4 * MODEL.parameters + unit * 12, unit * 16)
+    assert gathered("student.parallel.dp=2") == unit * 16
+    assert gathered() == 4 * unit, "fp32 on one rank computes with the weights themselves"
+    assert gathered("student.dtype=bf16") == 2 * MODEL.parameters + 2 * unit
     replicated = student_memory(load("student.parallel={dp: 2, replicas: 2}"), MODEL)
-    assert (replicated.gathered, replicated.weights, replicated.count) == (one, 4 * MODEL.parameters, 2)
+    expected = (4 * MODEL.parameters + unit * 12, 4 * MODEL.parameters, 2)
+    assert (replicated.gathered, replicated.weights, replicated.count) == expected
 
 
 def test_loss_is_fused_on_request_or_where_logits_would_be_large(load):

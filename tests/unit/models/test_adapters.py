@@ -40,7 +40,7 @@ def disturb(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.to_local().add_(0.05 * torch.randn(parameter.shape, generator=draw))
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
 
 
 def plain_logits(model: torch.nn.Module) -> Tensor:
@@ -103,10 +103,7 @@ def test_initial_adapters_follow_from_the_seed_and_the_name(tmp_path: Path, worl
         student = student_of(source, world)
         adapters.initialise(student, seed)
         values.append(
-            {
-                name: layer.lora_A["default"].weight.full_tensor()
-                for name, layer in adapters.adapted_layers(student).items()
-            }
+            {name: layer.lora_A["default"].weight for name, layer in adapters.adapted_layers(student).items()}
         )
     first, again, other = values
     assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in first)
@@ -126,7 +123,7 @@ def test_recomputed_layers_give_the_same_gradient(tmp_path: Path, world: World) 
         )
         disturb(student)
         forward.logits(student, IDS, POSITIONS).square().sum().backward()
-        gradients.append({n: p.grad.full_tensor() for n, p in student.named_parameters() if p.grad is not None})
+        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
     plain, recomputed = gradients
     assert len(plain) == 2 * 14
     assert all(torch.equal(recomputed[name], gradient) for name, gradient in plain.items())
