@@ -127,7 +127,8 @@ class StudentWorker(RankWorker):
 
         Args:
             rows: this rank's, of all sub-batches.
-            sub_batch: index of the one to train on. It is not run unless it follows the last one that was run.
+            sub_batch: index of the one to train on. It is not run unless it follows the last one that was run: calls on the next
+                batch may be waiting when a call fails.
             last: whether it is the last sub-batch of the batch.
             teacher_sizes: how many of `results` belong to each teacher; 0 for a teacher that was lost.
             results: what all teachers published, one entry per replica, teacher by teacher, or these together.
@@ -138,9 +139,10 @@ class StudentWorker(RankWorker):
             targets.
         """
         batch = rows[sub_batch]
-        if sub_batch != self._next_sub_batch:
+        due = self._engine.step, self._next_sub_batch
+        if (batch.index, sub_batch) != due:
             return Retryable(
-                f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
+                "sub-batch {1} of batch {0} came when {3} of {2} was due".format(batch.index, sub_batch, *due)
             )
         start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
         with ExitStack() as opened:
