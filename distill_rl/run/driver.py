@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Self
 

@@ -25,7 +25,6 @@ from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.recovery import TeacherRecovery
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
 
-
 AHEAD_S = 5.0
 """Seconds before the expected end of a step from which on the student is called on the next one: a request to stop waits for both."""
 

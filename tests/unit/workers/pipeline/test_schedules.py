@@ -354,7 +354,7 @@ class Run:
     def __init__(self, random: Random, faults: Sequence[str], **of_faults: Any):
         self.config = config = Config()
         config.train.global_batch_size, config.train.micro_batch_size = ROWS, 2
-        config.prefetch.depth, config.prefetch.slots = 1, random.choice([None, 2, 3])
+        config.prefetch.depth, config.prefetch.slots = 1, random.choice([None, 2, 3, 4])
         shapes = {"wide": ParallelConfig(1, 2), "many": ParallelConfig(2, 1)}
         config.teachers = [TeacherConfig(name=name, parallel=shape) for name, shape in shapes.items()]
         for name, value in of_faults.items():
@@ -378,7 +378,8 @@ class Run:
             try:
                 while ahead:
                     saves = self.random.random() < 0.3
-                    self.student.train_step(ahead[0], lambda: None if saves or len(ahead) < 2 else ahead[1])
+                    following = None if saves or len(ahead) < 2 else ahead[1]
+                    self.student.train_step(ahead[0], lambda following=following: following)
                     ahead.popleft().release()
                     step += 1
                     if step + len(ahead) < STEPS:
@@ -438,10 +439,16 @@ def test_a_run_goes_on_without_a_teacher_whose_budget_is_spent(random):
 
 
 def test_the_student_is_called_one_step_ahead_unless_a_save_comes_between():
-    run = Run(Random(0), [])
-    run.train()
-    assert whole(run.world)
-    assert 0 < run.world.called_ahead < STEPS
+    ahead = dict.fromkeys([None, 2, 3, 4], 0)
+    for seed in range(20):
+        run = Run(Random(seed), [])
+        run.train()
+        assert whole(run.world)
+        assert run.world.called_ahead < STEPS
+        ahead[run.config.prefetch.slots] += run.world.called_ahead
+    assert ahead[None] > 0
+    assert ahead[4] > 0, "on the first of two sub-batches"
+    assert ahead[2] == ahead[3] == 0, "a ring for one sub-batch has no room"
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["dies", "hangs"]))
