@@ -23,7 +23,7 @@ from distill_rl.transport.base import Handle, Offer, Receipt, Transport, assembl
 from distill_rl.types import CrossTokenizerSpec, RankBatch
 from distill_rl.workers.actors.rank import RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
-from distill_rl.workers.cluster.relay import Together, each
+from distill_rl.workers.cluster.relay import Failed, Together, each
 from distill_rl.workers.cluster.telemetry import Gauges
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class StudentWorker(RankWorker):
         sub_batch: int,
         last: bool,
         teacher_sizes: Sequence[int],
-        *results: Published | Together,
+        *results: Published | Failed | Together,
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -145,6 +145,8 @@ class StudentWorker(RankWorker):
                 "sub-batch {1} of batch {0} came when {3} of {2} was due".format(batch.index, sub_batch, *due)
             )
         start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
+        if isinstance(targets, Retryable):
+            return targets
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
@@ -198,7 +200,7 @@ class StudentWorker(RankWorker):
         sub_batch: int,
         last: bool,
         teacher_sizes: Sequence[int],
-        *results: Published | Together,
+        *results: Published | Failed | Together,
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 
@@ -207,14 +209,21 @@ class StudentWorker(RankWorker):
         The arguments are those of `train`; `last` is ignored.
         """
         batch, targets = rows[sub_batch], self._fetched_targets(teacher_sizes, results)
+        if isinstance(targets, Retryable):
+            return targets
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
             return self._engine.evaluate(batch, targets, self._scores(batch, targets.published))
 
-    def _fetched_targets(self, sizes: Sequence[int], results: Sequence[Published | Together]) -> _FetchedTargets:
+    def _fetched_targets(
+        self, sizes: Sequence[int], results: Sequence[Published | Failed | Together]
+    ) -> _FetchedTargets | Retryable:
         """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
-        remaining, node_id = iter(each(results)), ray.get_runtime_context().get_node_id()
+        found, node_id = each(results), ray.get_runtime_context().get_node_id()
+        if any(isinstance(result, Failed) for result in found):  # all ranks are given the same results
+            return Retryable("a teacher has failed")
+        remaining = iter(found)
         published = [list(islice(remaining, size)) for size in sizes]
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 

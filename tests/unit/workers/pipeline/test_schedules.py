@@ -205,15 +205,19 @@ class Group:
         for actor in others:
             actor.computed = True
 
-    def submit_replica(
-        self, method: str, rows: Any, sub_batch: int, slots: Any, *, ranks: Sequence[int]
-    ) -> tuple[Ref, dict]:
-        ring, part = self.rings[ranks[0] // self.size], f"rows {rows} sub-batch {sub_batch}"
+    def submit_replicas(
+        self, method: str, rows: Mapping[int, Any], sub_batch: int, slots: Any, *, size: int
+    ) -> dict[int, tuple[Ref, dict]]:
+        return {replica: self._submit_replica(replica, own, sub_batch, slots) for replica, own in rows.items()}
+
+    def _submit_replica(self, replica: int, rows: Any, sub_batch: int, slots: Any) -> tuple[Ref, dict]:
+        ring, part = self.rings[replica], f"rows {rows} sub-batch {sub_batch}"
 
         def forward() -> tuple[Any, TeacherStats]:
             ring.write([slot.index for slot in slots], part)
             return (ring.opened, [slot.index for slot in slots], part), TeacherStats()
 
+        ranks = range(replica * self.size, (replica + 1) * self.size)
         calls = [
             self.actors[rank].call(forward if rank == ranks[0] else lambda: (None, TeacherStats()), values=2)
             for rank in ranks
@@ -265,8 +269,8 @@ class Calls:
         self.hosts = Hosts()
 
     @property
-    def names(self) -> dict[str, str]:
-        return {actor.name: actor.name for group in self.world.groups() for actor in group.actors}
+    def everyone(self) -> set[str]:
+        return {actor.name for group in self.world.groups() for actor in group.actors}
 
     def gather(
         self, calls: Mapping[Ref, str], *, what: str, timeout_s: float, meanwhile: Any = None, also: Any = None
