@@ -43,6 +43,8 @@ VICTIM = "teacher/dp0-tp0"
 """It dies with all ranks of its process. Where these are several replicas no teacher dies, because they would not be found to be dead."""
 MOST_CPU_MS, WITHIN = 20.0, 64
 """The target: CPU milliseconds of the driver per step, and the ranks up to which it holds."""
+SMALL, MOST_BETWEEN_MS = 8, 2.0
+"""The target for ranks that sleep: milliseconds between two steps, and the ranks up to which two cores can run them on time."""
 FAR = 2000
 """Ranks of 1,000 GPUs, each with one of the student's and one of the teacher's."""
 _DEADLINE_S = 900.0
@@ -287,7 +289,24 @@ def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def verdict(figures: Mapping[str, Any]) -> list[str]:
     """Missed targets, one line each."""
+    sleeping = [case for case in figures["cases"] if case["sleep_ms"]]
     return harness.missed(
+        *(
+            (
+                case["called_ahead"] < 1,
+                f"{case['ranks']} ranks: the student is called on {case['called_ahead']:.1%} of the steps before the end of the last one; "
+                "must be on all",
+            )
+            for case in sleeping
+        ),
+        *(
+            (
+                case["ranks"] <= SMALL and case["step_ms"] > case["sleep_ms"] + MOST_BETWEEN_MS,
+                f"{case['ranks']} ranks: a step takes {case['step_ms']:.1f} ms, of which a rank sleeps {case['sleep_ms']} ms; "
+                f"must be at most {MOST_BETWEEN_MS:g} ms more",
+            )
+            for case in sleeping
+        ),
         *(
             (
                 case["ranks"] <= WITHIN and case["driver_cpu_ms"] > MOST_CPU_MS,
@@ -295,7 +314,7 @@ def verdict(figures: Mapping[str, Any]) -> list[str]:
                 f"driver's CPU; must be at most {MOST_CPU_MS:g} ms",
             )
             for case in figures["cases"]
-        )
+        ),
     )
 
 
