@@ -192,6 +192,7 @@ def test_a_student_that_dies_when_it_has_been_called_on_the_next_step_goes_back_
 def test_a_request_to_stop_waits_for_the_step_that_the_student_has_been_called_on(run, tmp_path):
     code, events = run("stop")
     assert code == 85
-    assert events[-2:] == [f"reads {STOPS + 1}", f"saved {STOPS + 1}"]
+    assert f"reads {STOPS + 1}" in events
+    assert events[-1] == f"saved {STOPS + 1}"
     assert f"calls {STOPS + 2}" not in events
     assert (tmp_path / "runs" / "ahead" / "checkpoints" / f"step-{STOPS + 1}").is_dir()
