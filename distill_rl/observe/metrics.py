@@ -92,7 +92,7 @@ What `metrics.jsonl`, TensorBoard, the trackers, Prometheus and the report call 
 | `validation/teacher_entropy_high` | nats | mean | its upper bound by a top k: all other tokens alike | labelled positions that are compared |
 | `validation/teacher_entropy_high/NAME` | nats | mean | the same of one of several teachers | labelled positions that are compared |
 | `eval/SUITE` | score | last | score of a suite by the weights of this step |  |
-| `timing/step` | seconds | per_step | the driver's wall time of a step; its parts below, down to timing/other, add up to it |  |
+| `timing/step` | seconds | per_step | the driver's wall time of a step, from the end of the one before if the student was called on it by then; its parts below, down to timing/other, add up to it |  |
 | `timing/wait_aligner` | seconds | per_step | waiting for an aligner |  |
 | `timing/wait_teachers` | seconds | per_step | waiting for teachers |  |
 | `timing/student` | seconds | per_step | the student's part |  |

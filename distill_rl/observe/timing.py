@@ -36,15 +36,18 @@ class StepTimer:
         self._clock, self._cpu_clock = clock, cpu_clock
         self._cpu_since: float | None = None
         self._seconds: dict[str, float] = {}
+        self._last_end = 0.0
+        """Of a step."""
         self._inside: list[float] = []
         """One entry per open block: the seconds covered by the blocks inside it so far."""
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int, *, follows: bool = False) -> Iterator[None]:
         """Times one optimizer step while the block runs; a step that raises is not counted.
 
         Args:
             step: its number, for the error message.
+            follows: the workers have been in it since the step before ended, and so it is timed from there.
 
         Raises:
             RuntimeError: a step or a part is still open.
@@ -53,8 +56,9 @@ class StepTimer:
             raise RuntimeError(f"step {step} was started inside another step or part")
         if self._cpu_clock is not None and self._cpu_since is None:
             self._cpu_since = self._cpu_clock()
-        with self._block() as measured:
+        with self._block(self._last_end if follows else None) as measured:
             yield
+        self._last_end = self._clock()
         total, covered = measured
         self._add("step", total)
         self._add("other", total - covered)
@@ -87,13 +91,13 @@ class StepTimer:
         return metrics
 
     @contextmanager
-    def _block(self) -> Iterator[list[float]]:
-        """Measures the block; yields a list that afterwards holds its seconds and those of the blocks inside it."""
+    def _block(self, start: float | None = None) -> Iterator[list[float]]:
+        """Measures the block, from `start` on if given; yields a list that afterwards holds its seconds and those of the blocks inside it."""
         # The seconds also count as covered for the block around it. A block that raises is closed as well, so that a
         # caller who recovers can go on measuring.
         measured: list[float] = []
         self._inside.append(0.0)
-        start = self._clock()
+        start = self._clock() if start is None else start
         try:
             yield measured
         finally:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ from distill_rl.data.loader import ENDLESS
 from distill_rl.data.reading.source import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
-from distill_rl.observe.metrics import Metric, merge, values
+from distill_rl.observe.metrics import Metric, Metrics, merge, values
 from distill_rl.observe.sinks import open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.run import checkpoints, run_directory
@@ -225,6 +226,7 @@ class Driver:
 
     def load(self, checkpoint: Checkpoint | None) -> None:
         """Makes the student, whose ranks are new, that of a checkpoint; None: it is what the run began with."""
+        self.student.is_within_step = False
         if checkpoint:
             self.student.collective("load", os.fspath(checkpoint.student), what=f"loading {checkpoint.path}")
         if self.last_step is not None:
@@ -245,20 +247,22 @@ class Driver:
             The process's exit code: 0 after the last step, EXIT_PREEMPTED after a request to stop.
         """
         self.measure_untrained()
-        submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
+        submit, depth, hosts = self.actors.pipeline.submit, self.config.prefetch.depth, self.actors.calls.hosts
         if self.pace is not None:
             self.pace.begin()
-        with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
+        documents = takewhile(lambda _: not hosts.lost, self.loader)
+        with closing(Lookahead(documents, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
-                with self.timer.step(step), batch.lease():
-                    trained = self.student.train_step(batch)
-                self.state = TrainState(step=step, cursor=batch.documents.cursor)
-                for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
-                    say(line)
-                for line in advice(self.config, trained) if self.learning.steps == 1 else ():
-                    say(line)
-                self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
-                self.actors.calls.hosts.require()  # or what follows would not end
+                # Where nothing is due between two steps, the student is called on the second one while it is in the first.
+                following = partial(self.following, batches, step)
+                with self.timer.step(step, follows=self.student.is_within_step), batch.lease():
+                    trained = self.student.train_step(batch, following)
+                self.record(step, batch, trained)
+                if self.student.is_within_step:
+                    with hosts.finishing():
+                        self.evaluations.collect()
+                    continue
+                hosts.require()  # or what follows would not end
                 # Before what is done at a last step only, or at every step but the last.
                 if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
                     self.end_at(self.began + count)
@@ -272,6 +276,22 @@ class Driver:
                 if step >= self.loader.total_steps:  # batches beyond it may have been asked for before it was known
                     break
         return self.finish()
+
+    def following(self, batches: Lookahead[DocumentBatch, PendingBatch], step: int) -> PendingBatch | None:
+        """Returns the batch after `step`, unless the student is needed between the two, or may be, or no step is to follow."""
+        every = self.config.checkpoint.every, self.config.evaluate.every, suites_every(self.config)
+        is_needed = self._checkpoint_owed or self.pace is not None or any(n > 0 and step % n == 0 for n in every)
+        is_stopping = self.signals.preempted or self.actors.calls.hosts.lost or step >= self.loader.total_steps
+        return None if is_needed or is_stopping else batches.next
+
+    def record(self, step: int, batch: PendingBatch, trained: Metrics) -> None:
+        """Takes note of a step: its state, what came of it, and all of its metrics; `trained` are the student's."""
+        self.state = TrainState(step=step, cursor=batch.documents.cursor)
+        for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
+            say(line)
+        for line in advice(self.config, trained) if self.learning.steps == 1 else ():
+            say(line)
+        self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
 
     def end_at(self, step: int) -> None:
         """Makes this the last step of a run that is limited by `train.minutes`, unless another setting ends it earlier.

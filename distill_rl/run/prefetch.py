@@ -39,6 +39,11 @@ class Lookahead(Generic[Job, Item]):
         finally:
             self.close()
 
+    @property
+    def next(self) -> Item | None:
+        """The item that will be handed out next, which stays here; None if none has been submitted."""
+        return self._pending[0] if self._pending else None
+
     def close(self) -> None:
         """Releases every item that was submitted and not handed out, newest first. No further job should be asked
         for."""

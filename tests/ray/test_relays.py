@@ -15,6 +15,7 @@ import pytest
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.workers.actors.rank import Worker
+from distill_rl.workers.cluster import group as cluster_group
 from distill_rl.workers.cluster.calls import Calls, Overdue
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
@@ -46,6 +47,9 @@ class Rank(Worker):
     def notes(self) -> list[str]:
         return self._notes
 
+    def give(self, *_: object) -> tuple[int, int]:
+        return self._rank, self._rank
+
     def fail(self, row: str, *_: object) -> str:
         """Does what its row says."""
         if row == "raise":
@@ -59,37 +63,42 @@ class Rank(Worker):
         return row
 
 
-@pytest.fixture(scope="class", params=[0, 2, 5], ids=["no relays", "pairs and one", "one relay"])
+# Ranks of a process group (0: no relays), and the most of a relay. Two relays have one, and the last of five ranks is called by itself.
+SHAPES = {
+    "no relays": (0, 8),
+    "two groups and a rank share a relay": (2, 8),
+    "one relay": (5, 8),
+    "a relay of each of two groups": (2, 2),
+    "two relays of one group": (5, 2),
+}
+SIZES = {"no relays": 0, "two groups": 2, "one group": 3}
+
+
+@pytest.fixture(scope="class", params=SHAPES.values(), ids=SHAPES)
 def group(request, ray_cluster) -> Iterator[WorkerGroup]:
     """Ranks that live on after the test."""
-    with ranks(5, request.param) as group:
+    with ranks(5, *request.param) as group:
         yield group
 
 
-RELAYS = {"params": [2, 3], "ids": ["a pair and one", "one relay"]}
-
-
-@pytest.fixture(params=[0, *RELAYS["params"]], ids=["no relays", *RELAYS["ids"]])
+@pytest.fixture(params=SIZES.values(), ids=SIZES)
 def mortal(request, ray_cluster) -> Iterator[WorkerGroup]:
     """Three ranks that die or hang in the test."""
     with ranks(3, request.param) as group:
         yield group
 
 
-@pytest.fixture(**RELAYS)
-def relayed(request, ray_cluster) -> Iterator[WorkerGroup]:
-    """Three ranks, some of which are called through a relay that dies in the test."""
-    with ranks(3, request.param) as group:
-        yield group
-
-
 @contextmanager
-def ranks(count: int, together: int) -> Iterator[WorkerGroup]:
+def ranks(count: int, together: int, most: int = 8) -> Iterator[WorkerGroup]:
     calls = Calls(interrupted=lambda: None)
     names = NAMES[:count]
     placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(names)}
     plan = PlacementPlan(tuple({"CPU": 1.0} for _ in names), placements)
-    with reserve(lambda: plan, RayConfig(), "relays", interrupted=lambda: None) as (_, placement):
+    with (
+        reserve(lambda: plan, RayConfig(), "relays", interrupted=lambda: None) as (_, placement),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(cluster_group, "MOST_RANKS", most)
         group = WorkerGroup(Rank, names, plan, placement, calls)
         group.identify(60)
         if together:
@@ -110,10 +119,17 @@ class TestRanksThatLive:
         assert gather(group, "add", [7] * 5)[3] == (3, 7)
 
     def test_of_two_values_the_first_ranks_have_references_of_their_own(self, ray_cluster, group):
-        first, calls = group.submit_replica("add", ray_cluster.put(10), 1, ranks=range(5))
-        assert ray_cluster.get(first) == 0
-        firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
-        assert group._calls.gather(calls, what="adding", timeout_s=60) == [11] * len(firsts)
+        size = group._together or 5
+        rows = {replica: ray_cluster.put(10 * replica) for replica in range(5 // size)}
+        made = group.submit_replicas("add", rows, 1, size=size)
+        for replica, (first, calls) in made.items():
+            assert ray_cluster.get(first) == replica * size
+            found = group._calls.gather(calls, what="adding", timeout_s=60)
+            assert set(found) == {10 * replica + 1}
+            assert [
+                name for called in calls.values() for name in ([called] if isinstance(called, str) else called)
+            ] == [*NAMES[replica * size : (replica + 1) * size]]
+        assert list(made) == list(rows)
 
     def test_results_are_collected_into_one_argument_where_there_are_relays(self, ray_cluster, group):
         results = group.submit("add", 1, ranks=range(5))
@@ -130,9 +146,20 @@ class TestRanksThatLive:
         assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
 
     def test_an_error_in_place_of_two_values_names_its_rank(self, group):
-        _, calls = group.submit_replica("fail", "raise", ranks=range(5))
-        with pytest.raises(WorkerError, match=r"rank-\d: adding failed; got ValueError: this row is bad"):
-            group._calls.gather(calls, what="adding", timeout_s=60)
+        size = group._together or 5
+        made = group.submit_replicas("fail", dict.fromkeys(range(5 // size), "raise"), size=size)
+        for _, calls in made.values():
+            with pytest.raises(WorkerError, match=r"rank-\d: adding failed; got ValueError: this row is bad"):
+                group._calls.gather(calls, what="adding", timeout_s=60)
+
+    def test_a_replica_that_fails_leaves_the_others_their_values(self, group):
+        if group._together != 2:
+            pytest.skip("one process group")
+        made = group.submit_replicas("add", {0: "not a number", 1: 10}, 1, size=2)
+        with pytest.raises(WorkerError, match=r"rank-[01]: adding failed; got TypeError"):
+            group._calls.gather(made[0][1], what="adding", timeout_s=60)
+        assert set(group._calls.gather(made[1][1], what="adding", timeout_s=60)) == {11}
+        assert group._calls.gather({made[1][0]: "rank-2"}, what="adding", timeout_s=60) == [2]
 
     def test_an_error_that_the_user_has_to_fix_arrives_as_it_is(self, group):
         with pytest.raises(ConfigError, match=r"data\.path: must be better"):
@@ -173,8 +200,9 @@ def test_the_rank_that_raises_is_named_while_others_still_work(mortal):
 
 
 def test_the_rank_that_dies_is_named_while_others_hang(mortal):
+    other_group = "a" if mortal._together == 2 else "hang"
     with pytest.raises(WorkerError, match=r"rank-1: its process died during adding"):
-        gather(mortal, "fail", ["hang", "die", "hang"])
+        gather(mortal, "fail", ["hang", "die", other_group])
     assert set(mortal._calls.dead()) == {"rank-1"}
 
 
@@ -184,18 +212,48 @@ def test_everybody_that_is_late_is_named(mortal):
     assert "rank-0" in caught.value.actors
 
 
-def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, relayed):
-    relay = relayed._relays[0].actor
-    os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="rank-0: its process died"):
-        gather(relayed, "add", [1] * 3)
-    assert set(relayed._calls.dead()) == {"rank-0"}
-    relayed.renew(range(relayed._together), 60)
-    assert gather(relayed, "add", [1] * 3) == [(i, 1) for i in range(3)]
-    # The new relay ends with its group.
-    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in relayed._relays.values()]
-    assert len(processes) == 1
-    relayed.kill()
-    assert relayed._relays == {}
-    for process in processes:
-        until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)
+def test_one_of_two_groups_that_share_a_relay_is_replaced_while_the_other_works(ray_cluster):
+    with ranks(4, 2) as group:
+        kept = [process.pid for _, process in group.processes[2:4]]
+        (late,) = group.submit("slow", ranks=[2])
+        made = group.submit_replicas("give", {0: "die", 1: "a"}, late, size=2)
+        for rank in range(2):
+            group.end(rank)
+        with pytest.raises(WorkerError, match=r"rank-[01]: its process died during giving"):
+            group._calls.gather(made[0][1], what="giving", timeout_s=60)
+        group.renew(range(2), 60)
+        assert group._calls.gather(made[1][1], what="giving", timeout_s=60) == [2]
+        assert gather(group, "add", [1] * 4) == [(i, 1) for i in range(4)]
+        assert [process.pid for _, process in group.processes[2:4]] == kept
+
+
+def test_a_relay_that_dies_counts_as_all_of_its_ranks(ray_cluster):
+    with ranks(3, 3) as group:
+        relay = group._relays[0].actor
+        os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank-0: its process died"):
+            gather(group, "add", [1] * 3)
+        assert set(group._calls.dead()) == set(NAMES[:3])
+        group.renew(range(3), 60)
+        assert gather(group, "add", [1] * 3) == [(i, 1) for i in range(3)]
+        # The new relay ends with its group.
+        (relay,) = set(group._relays.values())
+        process = ray_cluster.get(relay.actor.identify.remote())
+        group.kill()
+        assert group._relays == {}
+        until(lambda: not Path(f"/proc/{process.pid}").exists(), "the relay to end", 60)
+
+
+def test_a_relay_of_relays_that_dies_counts_as_all_ranks(ray_cluster):
+    with ranks(4, 2, 2) as group:
+        top = group._relays[0]
+        assert len(top.all) == 3
+        os.kill(ray_cluster.get(top.actor.identify.remote()).pid, signal.SIGKILL)
+        made = group.submit_replicas("add", {0: 1, 1: 1}, size=2)
+        with pytest.raises(WorkerError, match="rank-0: its process died"):
+            group._calls.gather(made[0][1], what="adding", timeout_s=60)
+        assert set(group._calls.dead()) == set(NAMES[:4])
+        for replica in range(2):
+            group.renew(range(2 * replica, 2 * replica + 2), 60)
+        assert gather(group, "add", [1] * 4) == [(i, 1) for i in range(4)]
+        assert len(group._calls.names) == 4 + 2, "each group has a relay, and the others are gone"

@@ -276,7 +276,7 @@ class RayConfig:
     queue_timeout_s: float = field(default=86400.0, metadata=NOT_NEGATIVE)
     """Seconds that a run waits for others on the cluster that it joins. Whoever came first goes first; the place in the queue is printed, and shown by distill-rl status. 0: it does not wait."""
     relays: Literal["auto", "on", "off"] = "auto"
-    """Whether the driver calls neighbouring ranks of a student or of a teacher's replica through a process beside them, at most eight ranks through one. It takes time off the driver and changes no result. auto: in a run of more than 16 of these ranks."""
+    """Whether the driver calls neighbouring ranks of a student or of a teacher through a process beside them, at most eight ranks through one, and eight of these processes through another one. It takes time off the driver and changes no result. auto: in a run of more than 4 of these ranks."""
     start_timeout_s: float = field(default=300.0, metadata=POSITIVE)
     """Seconds that all workers together may take to load their models."""
     step_timeout_s: float = field(default=900.0, metadata=POSITIVE)

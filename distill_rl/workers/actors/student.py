@@ -23,7 +23,7 @@ from distill_rl.transport.base import Handle, Offer, Receipt, Transport, assembl
 from distill_rl.types import CrossTokenizerSpec, RankBatch
 from distill_rl.workers.actors.rank import RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
-from distill_rl.workers.cluster.relay import Together, each
+from distill_rl.workers.cluster.relay import Failed, Together, each
 from distill_rl.workers.cluster.telemetry import Gauges
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class StudentWorker(RankWorker):
         sub_batch: int,
         last: bool,
         teacher_sizes: Sequence[int],
-        *results: Published | Together,
+        *results: Published | Failed | Together,
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -127,7 +127,8 @@ class StudentWorker(RankWorker):
 
         Args:
             rows: this rank's, of all sub-batches.
-            sub_batch: index of the one to train on. It is not run unless it follows the last one that was run.
+            sub_batch: index of the one to train on. It is not run unless it follows the last one that was run: calls on the next
+                batch may be waiting when a call fails.
             last: whether it is the last sub-batch of the batch.
             teacher_sizes: how many of `results` belong to each teacher; 0 for a teacher that was lost.
             results: what all teachers published, one entry per replica, teacher by teacher, or these together.
@@ -138,11 +139,14 @@ class StudentWorker(RankWorker):
             targets.
         """
         batch = rows[sub_batch]
-        if sub_batch != self._next_sub_batch:
+        due = self._engine.step, self._next_sub_batch
+        if (batch.index, sub_batch) != due:
             return Retryable(
-                f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
+                "sub-batch {1} of batch {0} came when {3} of {2} was due".format(batch.index, sub_batch, *due)
             )
         start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
+        if isinstance(targets, Retryable):
+            return targets
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
@@ -196,7 +200,7 @@ class StudentWorker(RankWorker):
         sub_batch: int,
         last: bool,
         teacher_sizes: Sequence[int],
-        *results: Published | Together,
+        *results: Published | Failed | Together,
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 
@@ -205,14 +209,21 @@ class StudentWorker(RankWorker):
         The arguments are those of `train`; `last` is ignored.
         """
         batch, targets = rows[sub_batch], self._fetched_targets(teacher_sizes, results)
+        if isinstance(targets, Retryable):
+            return targets
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
             return self._engine.evaluate(batch, targets, self._scores(batch, targets.published))
 
-    def _fetched_targets(self, sizes: Sequence[int], results: Sequence[Published | Together]) -> _FetchedTargets:
+    def _fetched_targets(
+        self, sizes: Sequence[int], results: Sequence[Published | Failed | Together]
+    ) -> _FetchedTargets | Retryable:
         """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
-        remaining, node_id = iter(each(results)), ray.get_runtime_context().get_node_id()
+        found, node_id = each(results), ray.get_runtime_context().get_node_id()
+        if any(isinstance(result, Failed) for result in found):  # all ranks are given the same results
+            return Retryable("a teacher has failed")
+        remaining = iter(found)
         published = [list(islice(remaining, size)) for size in sizes]
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 

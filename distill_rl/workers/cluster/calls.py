@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,14 @@ from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.hosts import NODE_KNOWN_WITHIN_S, Hosts
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
-from distill_rl.workers.cluster.relay import RankError, each
+from distill_rl.workers.cluster.relay import Failed, RankError, each
 
 Called = str | tuple[str, ...]
 """Name of the actor that a call is for, or of all that a relay calls for it."""
 Refs = dict[ray.ObjectRef, Called]
 """Submitted calls, each with what was called."""
-Failures = dict[ray.ObjectRef, tuple[str, BaseException]]
-"""Calls that failed, each with the actor's name and Ray's error."""
+Failures = dict[ray.ObjectRef, tuple[Called, BaseException]]
+"""Calls that failed, each with what was called and Ray's error."""
 
 _FETCH_S = 60.0
 """Most time for results to arrive from their node once the calls have ended."""
@@ -62,8 +61,8 @@ class Calls:
 
     interrupted: Callable[[], None]
     """Called at every poll; may raise."""
-    names: dict[str, str] = field(default_factory=dict)
-    """Actor names by Ray actor id (hex)."""
+    names: dict[str, Called] = field(default_factory=dict)
+    """Names by Ray actor id (hex); of a relay those of all that it calls, because none of them answers without it."""
     actors: dict[str, Any] = field(default_factory=dict)
     """Actor handles by Ray actor id (hex)."""
     processes: dict[str, Process] = field(default_factory=dict)
@@ -79,8 +78,8 @@ class Calls:
     report_after_s: float = 60.0
     """Interval between progress reports of a long wait; needs a monitor."""
 
-    def register(self, name: str, actor: Any) -> None:
-        """Adds an actor, which must have a method `identify`, to those that an error can be traced to."""
+    def register(self, name: Called, actor: Any) -> None:
+        """Adds an actor, which must have a method `identify`, to those that an error can be traced to; see `names`."""
         key = actor._actor_id.hex()
         self.names[key], self.actors[key] = name, actor
 
@@ -89,6 +88,11 @@ class Calls:
         key = actor._actor_id.hex()
         self.names.pop(key, None)
         self.actors.pop(key, None)
+
+    @property
+    def everyone(self) -> set[str]:
+        """The names of all registered actors."""
+        return {name for called in self.names.values() for name in _names(called)}
 
     def gather(
         self,
@@ -238,7 +242,8 @@ class Calls:
         while True:
             failed = self._failures()
             found = overdue | self._explained(_deaths(failed), what)
-            unreachable = {name for name, error in failed.values() if isinstance(error, ActorUnavailableError)}
+            errors = ((called, error) for called, error in failed.values() if isinstance(error, ActorUnavailableError))
+            unreachable = {name for called, _ in errors for name in _names(called)}
             patience_s = NODE_KNOWN_WITHIN_S if unreachable & set(among) else _KNOWN_WITHIN_S
             if found.keys() & set(among) or time.monotonic() - start > patience_s:
                 return found
@@ -252,7 +257,8 @@ class Calls:
         return {ref: (calls[ref], error) for ref, error in self._errors_within_grace(list(calls)).items()}
 
     def _explained(self, failures: Failures, what: str) -> dict[str, DistillError]:
-        return {name: self._explain(error, name, what) for name, error in failures.values()}
+        by_name = {name: error for called, error in failures.values() for name in _names(called)}
+        return {name: self._explain(error, name, what) for name, error in by_name.items()}
 
     def late(self, called: Iterable[Called], what: str, timeout_s: float) -> Overdue:
         """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
@@ -275,10 +281,10 @@ class Calls:
         if all(_priority(error) != _DEATH for error in errors.values()):
             deaths = _deaths(self._failures())
             errors = {**errors, **{ref: error for ref, (_, error) in deaths.items()}}
-            names = {**names, **{ref: name for ref, (name, _) in deaths.items()}}
+            names = {**names, **{ref: called for ref, (called, _) in deaths.items()}}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
-        actor = self.names.get(_actor_id(error)) or _names(names[ref])[0]
-        explained = self._explain(error, actor, what)
+        called = self.names.get(_actor_id(error)) or names[ref]
+        explained = self._explain(error, _names(called)[0], what)
         explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # Ray's text and traceback, without colours
         return explained
 
@@ -295,7 +301,7 @@ class Calls:
             return cause
         if isinstance(cause, GpuMemoryError):
             return GpuMemoryError(f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy)
-        if isinstance(error, RayTaskError):
+        if isinstance(error, RayTaskError | RankError):
             if is_out_of_memory(cause):
                 return GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), _SEE_ESTIMATE)
         elif isinstance(error, OutOfMemoryError):
@@ -316,18 +322,20 @@ def _outcomes(
     refs: Sequence[ray.ObjectRef],
 ) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
     """Returns the results of those calls that succeeded, and the errors of those that failed. All must have ended."""
-    with suppress(RayError):
-        return dict(zip(refs, ray.get(list(refs), timeout=_FETCH_S), strict=True)), {}
     results: dict[ray.ObjectRef, Any] = {}
     errors: dict[ray.ObjectRef, BaseException] = {}
-    for ref in refs:
-        try:
-            results[ref] = ray.get(ref, timeout=_FETCH_S)
-        except RayError as error:
-            # A relay passes on the death of a rank.
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            errors[ref] = cause if isinstance(cause, RayError) else error
-    return results, errors
+    try:
+        results = dict(zip(refs, ray.get(list(refs), timeout=_FETCH_S), strict=True))
+    except RayError:  # of one of them
+        for ref in refs:
+            try:
+                results[ref] = ray.get(ref, timeout=_FETCH_S)
+            except RayError as error:
+                # A rank passes on the death of the one that an argument is from.
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                errors[ref] = cause if isinstance(cause, RayError) else error
+    errors |= {ref: result.error for ref, result in results.items() if isinstance(result, Failed)}
+    return {ref: result for ref, result in results.items() if ref not in errors}, errors
 
 
 def _names(called: Called) -> tuple[str, ...]:
@@ -347,7 +355,7 @@ def _priority(error: BaseException) -> int:
     cause = cause.cause if isinstance(cause, RankError) else cause
     if isinstance(cause, ActorDiedError | OutOfMemoryError):
         return _DEATH
-    if isinstance(error, RayTaskError):
+    if isinstance(error, RayTaskError | RankError):
         return 1 if isinstance(cause, DistillError) else 2
     return 3
 

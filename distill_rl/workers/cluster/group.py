@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._renewals = 0
         self._together = 0
         self._relays: dict[int, _Relay] = {}
-        """By the first of the ranks that it calls."""
+        """Those that the driver calls, by every rank that they call."""
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
@@ -85,42 +85,77 @@ class WorkerGroup:
         }
 
     def open_relays(self, size: int) -> None:
-        """Gives ranks that are neighbours on a node a relay, through which `submit_each` calls them from now on.
+        """Gives ranks that are neighbours on a node a relay, through which `submit_each` and `submit_replicas` call them from now on.
 
         Args:
-            size: ranks of a process group; those of two groups do not share a relay, because they fail apart.
+            size: ranks of a process group.
         """
         self._together = size
         self._make_relays(range(len(self.actors)))
 
     def _make_relays(self, ranks: Sequence[int]) -> None:
         """Makes the relays of these ranks, which are whole process groups and run; does nothing if the group has none."""
-        if not self._together:
+        size = self._together
+        if not size:
             return
-        remote: Any = ray.remote(Relay)
-        for (_, node), members in groupby(ranks, lambda rank: (rank // self._together, self._process(rank).node_id)):
-            while some := list(islice(members, MOST_RANKS)):
-                if len(some) == 1:
-                    continue
-                leader = self.names[some[0]]
-                relay = remote.options(
-                    name=f"{leader}.relay.{self._renewals}",
-                    num_cpus=0,
-                    max_restarts=0,
-                    max_task_retries=0,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                ).remote(self._kind, [(self.names[rank], self.actors[rank]) for rank in some])
-                self._calls.register(leader, relay)  # an error of it counts as one of the first of its ranks
-                self._relays[some[0]] = _Relay(relay, some)
+        # Groups that have room in a relay are not divided, unless they are on several nodes.
+        fits = size <= MOST_RANKS
+        most = MOST_RANKS // size * size if fits else MOST_RANKS
+        made: list[_Relay] = []
+        for _, members in groupby(ranks, lambda rank: (fits or rank // size, self._process(rank).node_id)):
+            while some := list(islice(members, most)):
+                if len(some) > 1:
+                    made.append(self._make_relay(some))
+        # Relays have a relay, too, unless several process groups are divided among them: an error of one would keep the others waiting.
+        groups = [{rank // size for rank in relay.ranks} for relay in made]
+        if len(ranks) == size or sum(map(len, groups)) == len(set().union(*groups)):
+            starts = range(0, len(made), MOST_RANKS)
+            several = (made[start : start + MOST_RANKS] for start in starts)
+            made = [self._make_relay(some) if len(some) > 1 else some[0] for some in several]
+        for relay in made:
+            self._relays |= dict.fromkeys(relay.ranks, relay)
 
-    def _end_relays(self, ranks: Sequence[int]) -> None:
-        """Kills the relays that call any of these ranks; never raises."""
-        for first, relay in list(self._relays.items()):
-            if set(relay.ranks) & set(ranks):
-                self._calls.forget(relay.actor)
-                with contextlib.suppress(Exception):
-                    ray.kill(relay.actor, no_restart=True)
-                del self._relays[first]
+    def _make_relay(self, members: Sequence[int | _Relay]) -> _Relay:
+        """Makes a relay of ranks, or of relays, on the node of the first of them."""
+        relay = _Relay(self._together, dict(enumerate(members)))
+        kind, called = ("relay", self._kind), []
+        for member in members:
+            if isinstance(member, _Relay):
+                kind = "relays", "Relay"
+                called.append((self.names[member.ranks[0]], member.actor))
+            else:
+                called.append((self.names[member], self.actors[member]))
+        leader = relay.ranks[0]
+        remote: Any = ray.remote(Relay)
+        relay.actor = remote.options(
+            name=f"{self.names[leader]}.{kind[0]}.{self._renewals}",
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self._process(leader).node_id, soft=False),
+        ).remote(kind[1], called)
+        self._calls.register(self._called(relay.ranks), relay.actor)
+        return relay
+
+    def _end_relays(self, ranks: Collection[int]) -> None:
+        """Makes relays forget these ranks, and kills those that call no others; never raises."""
+        for relay in dict.fromkeys(self._relays.values()):
+            self._end_relay(relay, ranks)
+        for rank in ranks:
+            self._relays.pop(rank, None)
+
+    def _end_relay(self, relay: _Relay, ranks: Collection[int]) -> bool:
+        """Makes a relay forget these ranks; returns whether it has been killed."""
+        for place, member in list(relay.members.items()):
+            if self._end_relay(member, ranks) if isinstance(member, _Relay) else member in ranks:
+                del relay.members[place]
+        if relay.members:
+            self._calls.register(self._called(relay.ranks), relay.actor)
+            return False
+        self._calls.forget(relay.actor)
+        with contextlib.suppress(Exception):
+            ray.kill(relay.actor, no_restart=True)
+        return True
 
     def submit_each(self, method: str, rows: Sequence[Any], *arguments: Any, ranks: Sequence[int]) -> Refs:
         """Calls a method on neighbouring ranks without waiting, through relays if there are any.
@@ -133,39 +168,52 @@ class WorkerGroup:
             References with what they call, in the order of the ranks; `Calls.gather` returns a result for each rank.
         """
         made = self._submit(method, dict(zip(ranks, rows, strict=True)), arguments, values=1)
-        return {call: called for (call,), called in made}
+        return {call: self._called(called) for (call,), called in made}
 
-    def submit_replica(
-        self, method: str, rows: Any, *arguments: Any, ranks: Sequence[int]
-    ) -> tuple[ray.ObjectRef, Refs]:
-        """Calls a method that returns two values on all ranks of a replica, with the same arguments; otherwise as `submit_each`.
+    def submit_replicas(
+        self, method: str, rows: Mapping[int, Any], *arguments: Any, size: int
+    ) -> dict[int, tuple[ray.ObjectRef, Refs]]:
+        """Calls a method that returns two values on all ranks of replicas, otherwise as `submit_each`.
+
+        Args:
+            rows: the first argument by replica, the same for all of its ranks.
+            size: ranks of a replica.
 
         Returns:
-            A reference to the first value of the first rank; and to the second values, with what they call. Of ranks that
-            share a relay there is only that of the first one.
+            By replica: a reference to the first value of its first rank; and to the second values, with what they call. Of ranks
+            that share a relay there is only that of the first one.
         """
-        made = list(self._submit(method, dict.fromkeys(ranks, rows), arguments, values=2))
-        (first, _), _ = made[0]
-        return first, {second: called for (_, second), called in made}
+        first_ranks = {replica: replica * size for replica in rows}
+        of_ranks = {rank: rows[i] for i, first in first_ranks.items() for rank in range(first, first + size)}
+        made: dict[int, tuple[ray.ObjectRef, Refs]] = {}
+        for (first, second), called in self._submit(method, of_ranks, arguments, values=2):
+            made.setdefault(called[0] // size, (first, {}))[1][second] = self._called(called)
+        return made
 
     def _submit(
-        self, method: str, rows: dict[int, Any], arguments: Sequence[Any], *, values: int
-    ) -> Iterator[tuple[Sequence[ray.ObjectRef], Called]]:
-        """Makes the calls of `submit_each` one by one; yields the references to the values of each, and what it calls."""
-        for rank in list(rows):
-            if rank not in rows:  # its relay has been called
-                continue
+        self, method: str, rows: Mapping[int, Any], arguments: Sequence[Any], *, values: int
+    ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[int]]]:
+        """Makes calls one by one; yields references to values, with the ranks for which they stand."""
+        left = dict(rows)
+        while left:
+            rank = next(iter(left))
             if relay := self._relays.get(rank):
-                own = [rows.pop(member) for member in relay.ranks]
-                call = bound(relay.actor, "call", values, "Relay", self.names[rank])
-                made = call.remote(Request(relay.calls, method, values, own, arguments))
-                relay.calls += 1
-                called: Called = tuple(self.names[member] for member in relay.ranks)
+                request, parts = relay.request(method, values, left, arguments)
+                made = bound(relay.actor, "call", request.returns, "Relay", self.names[rank]).remote(request)
             else:
-                call = bound(self.actors[rank], method, values, self._kind, self.names[rank])
-                made = call.remote(rows.pop(rank), *arguments)
-                called = self.names[rank]
-            yield (made if values > 1 else [made]), called
+                parts = [[rank]]
+                made = bound(self.actors[rank], method, values, self._kind, self.names[rank]).remote(
+                    left[rank], *arguments
+                )
+            references = iter(made if isinstance(made, list) else [made])
+            for called in parts:
+                yield list(islice(references, values)), called
+                for each in called:
+                    del left[each]
+
+    def _called(self, ranks: Sequence[int]) -> Called:
+        names = tuple(self.names[rank] for rank in ranks)
+        return names if len(names) > 1 else names[0]
 
     def collect(self, results: Sequence[ray.ObjectRef]) -> Sequence[ray.ObjectRef]:
         """Returns references to results that every rank is to be given: a single one to all of them if there are relays.
@@ -182,9 +230,8 @@ class WorkerGroup:
         Raises:
             DistillError: as for `Calls.gather`.
         """
-        passed_on: Refs = {
-            relay.actor.settle.remote(relay.calls): self.names[first] for first, relay in self._relays.items()
-        }
+        relays = [each for relay in dict.fromkeys(self._relays.values()) for each in relay.all]
+        passed_on: Refs = {each.actor.settle.remote(each.calls): self._called(each.ranks) for each in relays}
         self._calls.gather(passed_on, what="earlier calls", timeout_s=timeout_s)
         self.call("identify", what="earlier calls", timeout_s=timeout_s)
 
@@ -319,13 +366,52 @@ class WorkerGroup:
             ray.kill(self.actors[rank], no_restart=True)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Relay:
-    actor: Any
-    ranks: Sequence[int]
-    """Those that it calls."""
+    """A relay of ranks, or of relays."""
+
+    size: int
+    """Ranks of a process group."""
+    members: dict[int, int | _Relay]
+    """What it calls, by their place."""
+    actor: Any = None
     calls: int = 0
     """Made of it so far, in the order of their numbers."""
+
+    @property
+    def all(self) -> list[_Relay]:
+        """This one and those that it calls."""
+        return [self, *(member for member in self.members.values() if isinstance(member, _Relay))]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that it calls, or that its relays call."""
+        members = self.members.values()
+        return [rank for each in members for rank in (each.ranks if isinstance(each, _Relay) else [each])]
+
+    def request(
+        self, method: str, values: int, rows: Mapping[int, Any], arguments: Sequence[Any]
+    ) -> tuple[Request, list[list[int]]]:
+        """What to call it with next, so that it calls those of its ranks that have rows; and these ranks by process group."""
+        parts: list[dict[int, Any]] = []
+        called: list[list[int]] = []
+        for place, member in self.members.items():
+            if isinstance(member, _Relay):
+                if rows.keys().isdisjoint(member.ranks):
+                    continue
+                own, ranks = member.request(method, values, rows, arguments)
+            elif member in rows:
+                own, ranks = rows[member], [[member]]
+            else:
+                continue
+            if called and called[-1][-1] // self.size == ranks[0][0] // self.size:
+                parts[-1][place] = own
+                called[-1] += ranks[0]
+            else:
+                parts.append({place: own})
+                called += ranks
+        self.calls += 1
+        return Request(self.calls - 1, method, values, parts, arguments), called
 
 
 def stop(groups: Sequence[WorkerGroup]) -> None:

@@ -43,14 +43,14 @@ class Gauges:
     def __init__(self, run: str):
         self._run = run
         self._metrics: dict[str, Any] = {}
-        self._enabled = has_agent() and ray.is_initialized()
+        self.enabled = has_agent() and ray.is_initialized()
 
     def set(self, name: str, value: float, of: str = "") -> None:
         """Sets the gauge `distill_rl_<name>` with the tag `of`; does nothing without Ray or its metrics agent.
 
         Values that are not finite are ignored.
         """
-        if self._enabled and math.isfinite(value):
+        if self.enabled and math.isfinite(value):
             self._metric("Gauge", name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
@@ -58,7 +58,7 @@ class Gauges:
 
         Values that are not finite and positive are ignored, and all are without Ray or its metrics agent.
         """
-        if self._enabled and math.isfinite(value) and value > 0:
+        if self.enabled and math.isfinite(value) and value > 0:
             self._metric("Counter", f"{name}_total").inc(value, tags={"of": of})
 
     def _metric(self, kind: str, name: str) -> Any:
@@ -88,6 +88,8 @@ class GaugeSink:
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
         """Sets a gauge for every metric of the record of `step`, and adds its tokens to the counter."""
+        if not self._gauges.enabled:
+            return
         self._gauges.set("step", step)
         for name, value in record.items():
             self._gauges.set(*gauge_of(name, value))

@@ -131,7 +131,7 @@ class Pipeline:
             if sub_batch.state is State.DONE:
                 sub_batch.teacher_calls[t][replica] = _of_leader(sub_batch.teacher_calls[t][replica])
             else:
-                sub_batch.teacher_calls[t][replica] = self._call(t, replica, sub_batch, sub_batch.slots[name])
+                sub_batch.teacher_calls[t][replica] = self._call(t, [replica], sub_batch, sub_batch.slots[name])[0]
 
     def lose(self, name: str) -> None:
         """Continues without a teacher: it is not called any more, and its slots are free.
@@ -198,17 +198,16 @@ class Pipeline:
                 continue
             taken = self._ledgers[teacher.name].take(self._rings.slots_per_sub_batch[teacher.name])
             slots[teacher.name] = taken
-            calls.append([self._call(t, replica, sub_batch, taken) for replica in range(teacher.parallel.dp)])
+            calls.append(self._call(t, range(teacher.parallel.dp), sub_batch, taken))
         sub_batch.call_teachers(slots, calls)
         self._open.append(sub_batch)
 
-    def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> ReplicaCalls:
-        """Calls the ranks of one replica of teacher `t`, without waiting."""
+    def _call(self, t: int, replicas: Sequence[int], sub_batch: SubBatch, slots: Sequence[Slot]) -> list[ReplicaCalls]:
+        """Calls all ranks of replicas of teacher `t`, without waiting."""
         teacher, group = self._teachers[t]
-        size = teacher.ranks_per_replica
-        ranks = range(replica * size, (replica + 1) * size)
-        rows = sub_batch.teachers[t][replica]
-        return ReplicaCalls(*group.submit_replica(self._method, rows, sub_batch.index, slots, ranks=ranks))
+        rows, size = {replica: sub_batch.teachers[t][replica] for replica in replicas}, teacher.ranks_per_replica
+        made = group.submit_replicas(self._method, rows, sub_batch.index, slots, size=size)
+        return [ReplicaCalls(*made[replica]) for replica in replicas]
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)

@@ -226,7 +226,7 @@ class StudentRecovery:
                 self._start(lost)
                 return load()
             except WorkerError as failure:
-                lost = self._calls.lost(failure, self._calls.names.values(), "the restart")
+                lost = self._calls.lost(failure, self._calls.everyone, "the restart")
                 if not lost or self._restarts >= budget or isinstance(failure, HostLost):
                     raise
 
@@ -366,7 +366,7 @@ class Starting:
 
     def _note_dead(self, error: WorkerError, what: str) -> None:
         """Finds the parts with a dead actor after a call has failed with `error`, and prints that they start again."""
-        lost = {} if isinstance(error, Overdue | HostLost) else self.calls.lost(error, self.calls.names.values(), what)
+        lost = {} if isinstance(error, Overdue | HostLost) else self.calls.lost(error, self.calls.everyone, what)
         dead = [part for part in self._parts if lost.keys() & set(part.names)]
         if not dead:
             raise error

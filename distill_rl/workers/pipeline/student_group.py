@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,6 +25,16 @@ from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.recovery import TeacherRecovery
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
 
+AHEAD_S = 5.0
+"""Seconds before the expected end of a step from which on the student is called on the next one: a request to stop waits for both."""
+
+Following = Callable[[], PendingBatch | None]
+"""Returns the batch that the student may be called on next, if there is any."""
+
+
+def _nothing() -> None:
+    return None
+
 
 @dataclass
 class _Group:
@@ -33,12 +45,15 @@ class _Group:
     _pipeline: Pipeline
     _recovery: TeacherRecovery
 
-    def _gather(self, calls: Refs, what: str) -> list[Any]:
-        """Waits for calls while the pipeline goes on with later batches, and returns their results in order."""
+    def _gather(self, calls: Refs, what: str, then: Callable[[], object] = _nothing) -> list[Any]:
+        """Waits for calls while the pipeline goes on with later batches, and `then` is called; returns their results in order."""
         timeout_s, pipeline = self._config.ray.step_timeout_s, self._pipeline
-        return self._calls.gather(
-            calls, what=what, timeout_s=timeout_s, meanwhile=pipeline.advance, also=pipeline.awaited
-        )
+
+        def meanwhile() -> None:
+            pipeline.advance()
+            then()
+
+        return self._calls.gather(calls, what=what, timeout_s=timeout_s, meanwhile=meanwhile, also=pipeline.awaited)
 
 
 @dataclass
@@ -52,10 +67,19 @@ class _Progress:
     """For messages."""
     timers: tuple[str, str, str]
     """Names under which the waits for the aligner, the teachers and the student are timed."""
+    following: Following = _nothing
+    ahead: _Progress | None = None
+    """The next batch, once the student has been called on a part of it."""
+    began: float = field(default_factory=time.monotonic)
     running: deque[SubBatch] = field(default_factory=deque)
     """TRAINING: the student has been called and not yet waited for."""
     teacher_stats: list[list[list[TeacherStats]]] = field(default_factory=list)
     results: list[dict[str, Metric]] = field(default_factory=list)
+
+    @classmethod
+    def of_step(cls, batch: PendingBatch) -> _Progress:
+        step = f"step {batch.documents.index + 1}"
+        return cls(batch, "train", step, ("wait_aligner", "wait_teachers", "student"))
 
 
 @dataclass
@@ -66,12 +90,20 @@ class StudentGroup(_Group):
     _timer: StepTimer
     is_within_step: bool = False
     """Whether the ranks may be somewhere in a step, so that their state is none to save."""
+    _ahead: _Progress | None = None
+    """The batch that the student was called on when the results of the last one were read."""
+    _took_s: float = 0.0
+    """The last step."""
 
-    def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
+    def train_step(self, batch: PendingBatch, following: Following = _nothing) -> dict[str, Metric]:
         """Trains the student on a batch, in one optimizer step, and waits for all that this needs.
 
         Dead teachers are recovered from on the way. `batch.metrics` is set to the metrics of alignment, transport and
-        faults.
+        faults. On return the ranks may be in the next step already (`is_within_step`).
+
+        Args:
+            following: returns the next batch if the student may be called on it before the results of this one are read. It is
+                asked until the student has been; then the next call has to be with that batch.
 
         Returns:
             The student's metrics, merged over ranks and sub-batches.
@@ -79,8 +111,12 @@ class StudentGroup(_Group):
         Raises:
             DistillError: a worker failed and cannot be recovered from.
         """
-        step = f"step {batch.documents.index + 1}"
-        return self._run(_Progress(batch, "train", step, ("wait_aligner", "wait_teachers", "student")))
+        ahead = self._ahead
+        progress = ahead if ahead is not None and ahead.batch is batch else _Progress.of_step(batch)
+        progress.following, progress.began = following, time.monotonic()
+        results = self._run(progress)
+        self._took_s = time.monotonic() - progress.began
+        return results
 
     def evaluate(self, batch: PendingBatch) -> dict[str, Metric]:
         """Returns the validation losses of one batch, without training on it; otherwise like `train_step`."""
@@ -109,19 +145,40 @@ class StudentGroup(_Group):
             info = self._pipeline.settle(batch)
         self.is_within_step = progress.method == "train"
         with self._calls.hosts.finishing():
-            for sub_batch in batch.sub_batches:
+            for sub_batch in batch.sub_batches[len(progress.running) :]:
                 while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
                     self._finish_first(progress)
                 self._call_student(progress, sub_batch)
                 progress.running.append(sub_batch)
+            self._call_ahead(progress)
             while progress.running:
                 self._finish_first(progress)
-        self.is_within_step = False
+        self._ahead = progress.ahead
+        self.is_within_step = progress.ahead is not None
         transport = describe_transport(
             self._config, progress.teacher_stats, self._pipeline.occupancy(), self._pipeline.lost
         )
         batch.metrics = merge([describe_alignment(info, queue), transport, self._recovery.counts()])
         return merge(progress.results)
+
+    def _call_ahead(self, progress: _Progress) -> None:
+        """Calls the student on what the teachers have been called on of the next batch, if it may be by now."""
+        # Its ranks run the calls in this order, and none of them if the one before did not succeed.
+        waits = any(part.state in (State.QUEUED, State.TEACHING) for part in progress.batch.sub_batches)
+        if waits or time.monotonic() - progress.began < self._took_s - AHEAD_S:
+            return
+        batch = progress.ahead.batch if progress.ahead else progress.following()
+        if (
+            batch is None or batch.info is None or batch.info.bad_rows
+        ):  # bad rows are counted first: they may be too many
+            return
+        ahead = progress.ahead or _Progress.of_step(batch)
+        for sub_batch in batch.sub_batches[len(ahead.running) :]:
+            if sub_batch.state is not State.TEACHING:
+                break
+            self._call_student(ahead, sub_batch)
+            ahead.running.append(sub_batch)
+            progress.ahead = ahead
 
     def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
         """Calls every rank with its rows and the targets that all teachers publish, without waiting."""
@@ -141,11 +198,11 @@ class StudentGroup(_Group):
         sub_batch = progress.running[0]
         while True:
             try:
-                calls = sub_batch.all_teacher_calls
+                calls, then = sub_batch.all_teacher_calls, partial(self._call_ahead, progress)
                 with self._timer.part(progress.timers[1]):
-                    returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
+                    returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}", then)))
                 with self._timer.part(progress.timers[2]):
-                    results = self._gather(sub_batch.student_calls, progress.what)
+                    results = self._gather(sub_batch.student_calls, progress.what, then)
                 for result in results:
                     if isinstance(result, Retryable):
                         raise WorkerError("the student", f"{progress.what} must reach its targets", result.reason)
@@ -164,13 +221,14 @@ class StudentGroup(_Group):
         # Sub-batches that the student has finished are marked DONE.
         with self._timer.part("recovery"):
             self._recovery.find_dead(error, progress.what)
-            for sub_batch in progress.running:
-                if sub_batch.state is State.TRAINING and self._is_done(progress, sub_batch, error):
+            called = [(of, sub_batch) for of in (progress, progress.ahead) if of for sub_batch in of.running]
+            for of, sub_batch in called:
+                if sub_batch.state is State.TRAINING and self._is_done(of, sub_batch, error):
                     sub_batch.finish()
             self._recovery.replace_dead()
-            for sub_batch in progress.running:
+            for of, sub_batch in called:
                 if sub_batch.state is State.TRAINING:
-                    self._call_student(progress, sub_batch)
+                    self._call_student(of, sub_batch)
 
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
         """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began."""

@@ -25,6 +25,7 @@ from distill_rl.system.processes import call_in_child
 from tests.bench import harness
 from tests.bench.material import train_tokenizer, write_config, write_llama, write_texts
 from tests.bench.scale.nodes import ray_nodes
+from tests.bench.scale.stubs import ENDED, IDLE
 from tests.bench.scale.watch import watching
 
 RANKS = (4, 8, 16, 32, 64, 128)
@@ -42,6 +43,8 @@ VICTIM = "teacher/dp0-tp0"
 """It dies with all ranks of its process. Where these are several replicas no teacher dies, because they would not be found to be dead."""
 MOST_CPU_MS, WITHIN = 20.0, 64
 """The target: CPU milliseconds of the driver per step, and the ranks up to which it holds."""
+SMALL, MOST_BETWEEN_MS = 8, 2.0
+"""The target for ranks that sleep: milliseconds between two steps, and the ranks up to which two cores can run them on time."""
 FAR = 2000
 """Ranks of 1,000 GPUs, each with one of the student's and one of the teacher's."""
 _DEADLINE_S = 900.0
@@ -58,6 +61,8 @@ class Case:
     steps: int = STEPS
     nodes: int = 1
     """Of the Ray cluster."""
+    sleep_ms: int = 0
+    """Of a student rank in a step."""
 
     @property
     def student(self) -> int:
@@ -111,15 +116,16 @@ def configuration(root: Path, case: Case, address: str | None = None) -> Path:
     )
 
 
-def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[str, Any]:
+def drive(config_path: Path, per_process: int, with_death: bool = True, seconds: float = 0.0) -> dict[str, Any]:
     """Runs a configuration with ranks that compute nothing to its last step; in a process of its own.
 
     Args:
         per_process: ranks that share a process.
         with_death: kill a teacher near the end.
+        seconds: that a step takes a rank of the student.
 
     Returns:
-        `objects`: references that the driver holds after it.
+        `objects`: references that the driver holds after it; `called`: the Unix times at which it began to call the student on a step.
     """
     from distill_rl.config.load import load_config
     from distill_rl.observe.log import log_file
@@ -131,13 +137,13 @@ def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[
     from distill_rl.system.signals import Signals
     from distill_rl.workers.cluster.group import WorkerGroup
     from tests.bench.scale.hosts import HostedGroup
-    from tests.bench.scale.stubs import StubStudent, StubTeacher
+    from tests.bench.scale.stubs import StubTeacher, sleeping_student
 
     class LoopAlone(Driver):
         """A driver whose run ends with its last step, because there is nothing to export; near the end it may lose a teacher."""
 
-        def evaluate(self) -> None:
-            super().evaluate()
+        def record(self, *arguments: Any) -> None:
+            super().record(*arguments)
             if with_death and self.state.step == self.loader.total_steps - AFTER_DEATH:
                 self.actors.calls.processes[VICTIM].kill()
 
@@ -145,7 +151,7 @@ def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[
             return 0
 
     group = WorkerGroup if per_process == 1 else partial(HostedGroup, per_process)
-    roles = Roles(StubStudent, StubTeacher, group)
+    roles = Roles(sleeping_student(seconds), StubTeacher, group)
     config, signals = load_config(config_path), Signals()
     with (
         run_directory.occupy(config, clean=True) as paths,
@@ -153,8 +159,22 @@ def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[
         signals,
         LoopAlone.open(prepare(open_rows(config), paths), signals, roles) as driver,
     ):
+        called = _note_calls(driver.student)
         driver.run()
-        return {"objects": _references()}
+        return {"objects": _references(), "called": called}
+
+
+def _note_calls(student: Any) -> list[float]:
+    """Unix times at which the ranks of a student are called from now on, one per step."""
+    called: list[float] = []
+    submit = student._group.submit_each
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        called.append(time.time())
+        return submit(*arguments, **keywords)
+
+    student._group.submit_each = noted
+    return called
 
 
 def _references() -> int:
@@ -175,10 +195,15 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         config, began = configuration(root, case, address), time.time()
         watch = stack.enter_context(watching())
         with_death = case.per_process <= case.tp
-        found = call_in_child(config.stem, drive, config, case.per_process, with_death, deadline_s=_DEADLINE_S)
+        found = call_in_child(
+            config.stem, drive, config, case.per_process, with_death, case.sleep_ms / 1000, deadline_s=_DEADLINE_S
+        )
     first, *records = harness.step_records(root / "runs" / config.stem / "metrics.jsonl")
     replaced = sum(record.get("timing/recovery", 0.0) for record in records[-AFTER_DEATH:])
-    records = records[WARM_UP:-AFTER_DEATH]
+    # Before it the driver called the student on a step: milliseconds after the end of the step before.
+    after_ms = [1000 * (found["called"][record["step"] - 1] - before[ENDED]) for before, record in pairwise(records)]
+    del found["called"]
+    records, after_ms = records[WARM_UP:-AFTER_DEATH], after_ms[WARM_UP:-AFTER_DEATH]
     cpu = [record["timing/driver/cpu"] for record in records]
     return {
         "ranks": case.ranks,
@@ -189,6 +214,10 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         "driver_cpu_ms": round(1000 * fmean(cpu), 2),
         "replace_teacher_s": round(replaced, 1) if with_death else None,
         "step_ms": round(1000 * fmean(after["time"] - before["time"] for before, after in pairwise(records)), 1),
+        "sleep_ms": case.sleep_ms,
+        "called_ahead": round(fmean(ms <= 0 for ms in after_ms), 3),
+        "gap_ms": round(fmean(max(ms, 0.0) for ms in after_ms), 2),
+        "idle_ms": round(1000 * fmean(record[IDLE] for record in records), 2),
         **watch.per_step(steps_by_time(records)),
         **found,
     }
@@ -206,6 +235,7 @@ def measure(
     micro_batches: tuple[int, ...] = MICRO_BATCHES,
     steps: int = STEPS,
     nodes: int = 1,
+    sleep_ms: int = 0,
 ) -> dict[str, Any]:
     """Runs all cases.
 
@@ -214,10 +244,11 @@ def measure(
         micro_batches: numbers of micro-batches, with 16 ranks.
         steps: of each case.
         nodes: of the Ray cluster; several of them share this machine, and targets take the transport between nodes.
+        sleep_ms: that a step takes a rank of the student, which sleeps.
     """
     write_material(folder, rows=4096)
     sizes = [(count, 1) for count in ranks] + [(AMONG, count) for count in micro_batches]
-    cases = [Case(*size, steps, nodes) for size in dict.fromkeys(sizes)]
+    cases = [Case(*size, steps, nodes, sleep_ms) for size in dict.fromkeys(sizes)]
     found = [run(folder, case) for case in cases]
     return {"cases": found, "fit": fit(found)}
 
@@ -258,7 +289,24 @@ def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def verdict(figures: Mapping[str, Any]) -> list[str]:
     """Missed targets, one line each."""
+    sleeping = [case for case in figures["cases"] if case["sleep_ms"]]
     return harness.missed(
+        *(
+            (
+                case["called_ahead"] < 1,
+                f"{case['ranks']} ranks: the student is called on {case['called_ahead']:.1%} of the steps before the end of the last one; "
+                "must be on all",
+            )
+            for case in sleeping
+        ),
+        *(
+            (
+                case["ranks"] <= SMALL and case["step_ms"] > case["sleep_ms"] + MOST_BETWEEN_MS,
+                f"{case['ranks']} ranks: a step takes {case['step_ms']:.1f} ms, of which a rank sleeps {case['sleep_ms']} ms; "
+                f"must be at most {MOST_BETWEEN_MS:g} ms more",
+            )
+            for case in sleeping
+        ),
         *(
             (
                 case["ranks"] <= WITHIN and case["driver_cpu_ms"] > MOST_CPU_MS,
@@ -266,7 +314,7 @@ def verdict(figures: Mapping[str, Any]) -> list[str]:
                 f"driver's CPU; must be at most {MOST_CPU_MS:g} ms",
             )
             for case in figures["cases"]
-        )
+        ),
     )
 
 

@@ -6,6 +6,7 @@ the real transport.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,22 +53,32 @@ class StubTeacherEngine:
         """Nothing was opened."""
 
 
-class StubStudentEngine:
-    """Returns the metrics of a student that learns nothing."""
+IDLE, ENDED = "bench/idle", "bench/ended"
+"""Metrics of a step: seconds that the rank was idle before it, and the Unix time at which it ended; both of the slowest rank."""
 
-    def __init__(self, world: StubWorld, num_teachers: int):
-        self.world, self._num_teachers = world, num_teachers
+
+class StubStudentEngine:
+    """Returns the metrics of a student that learns nothing, after `seconds` in which it sleeps."""
+
+    def __init__(self, world: StubWorld, num_teachers: int, seconds: float = 0.0):
+        self.world, self._num_teachers, self._seconds = world, num_teachers, seconds
+        self.step, self._began, self._ended = 0, 0.0, 0.0
 
     def forward_backward(
         self, batch: RankBatch, targets: object, scores: Sequence[float], *, last: bool
     ) -> dict[str, Metric]:
+        self._began = time.time()
+        time.sleep(self._seconds)
         names = ["loss", "kl_loss", "ce_loss", "teacher_mass", *(f"kl_loss/{i}" for i in range(self._num_teachers))]
         means = {f"train/{name}": Metric(1.0, "mean", batch.num_labels) for name in names}
         return means | {"train/tokens": Metric(batch.num_labels, "sum")}
 
     def optim_step(self) -> dict[str, Metric]:
+        self.step += 1
+        idle, self._ended = self._began - (self._ended or self._began), time.time()
+        times = {IDLE: Metric(idle, "max"), ENDED: Metric(self._ended, "max")}
         norms = {name: Metric(1.0, "last") for name in ("train/grad_norm", "train/lr")}
-        return norms | {name: Metric(0.0, "max") for name in ("train/skipped", "train/unlabelled")}
+        return times | norms | {name: Metric(0.0, "max") for name in ("train/skipped", "train/unlabelled")}
 
 
 class _Stub(RankWorker):
@@ -88,9 +99,17 @@ class StubTeacher(_Stub, TeacherWorker):
 
 
 class StubStudent(_Stub, StudentWorker):
+    seconds = 0.0
+    """Of a step."""
+
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
         self._world: Any = StubWorld(reports=self._rank % self._config.student.parallel.ranks_per_row == 0)
-        self._engine: Any = StubStudentEngine(self._world, len(self._config.teachers))
+        self._engine: Any = StubStudentEngine(self._world, len(self._config.teachers), self.seconds)
 
     def save(self, directory: str, marker: str | None) -> None:
         """Nothing has been learnt."""
+
+
+def sleeping_student(seconds: float) -> type[StubStudent]:
+    """The class of ranks whose steps take so long."""
+    return type("StubStudent", (StubStudent,), {"seconds": seconds})

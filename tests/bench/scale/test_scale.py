@@ -14,11 +14,16 @@ def test_a_run_of_ranks_that_share_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "AMONG", 4)
     assert scale.Case(4).per_process == 2
     out = tmp_path / "scale.json"
-    sizes = ["--ranks", "4", "--micro-batches", "1", "--steps", "20"]
+    sizes = ["--ranks", "4", "--micro-batches", "1", "--steps", "20", "--sleep-ms", "20"]
     assert scale.main([*sizes, "--out", str(out)]) in (0, 1)
     (case,) = json.loads(out.read_text())["cases"]
     assert (case["ranks"], case["micro_batches"], case["ranks_per_process"], case["nodes"]) == (4, 1, 2, 1)
     assert case["driver_cpu_ms"] > 0
+    assert case["sleep_ms"] == 20
+    assert case["step_ms"] >= 20
+    # Between two steps that are ready: how often the driver called the student late, and how late.
+    assert 0 <= case["called_ahead"] <= 1
+    assert (case["gap_ms"] == 0) == (case["called_ahead"] == 1)
     assert 0 < case["step_ms"] / 1000 < case["start_s"]
     assert case["replace_teacher_s"] > 0
     assert case["objects"] == 0, "the driver has let go of all"
@@ -46,9 +51,24 @@ def test_the_fit_finds_the_cost_of_ranks_and_micro_batches():
 
 
 def test_a_missed_target_is_told():
-    figures = {"cases": [{"ranks": ranks, "micro_batches": 1, "driver_cpu_ms": 30.0} for ranks in (64, 128)]}
+    figures = {
+        "cases": [{"ranks": ranks, "micro_batches": 1, "driver_cpu_ms": 30.0, "sleep_ms": 0} for ranks in (64, 128)]
+    }
     (line,) = scale.verdict(figures)
     assert line.startswith("64 ranks, 1 micro-batches: a step takes 30.0 ms")
+
+
+def test_a_gap_between_two_steps_is_told():
+    case = {"micro_batches": 1, "driver_cpu_ms": 5.0, "sleep_ms": 100, "called_ahead": 1.0}
+    cases = [
+        case | {"ranks": 8, "step_ms": 101.9},
+        case | {"ranks": 8, "step_ms": 102.5},
+        case | {"ranks": 64, "step_ms": 300.0},
+    ]
+    (line,) = scale.verdict({"cases": cases})
+    assert line.startswith("8 ranks: a step takes 102.5 ms")
+    (line,) = scale.verdict({"cases": [cases[0] | {"called_ahead": 0.95}]})
+    assert line.startswith("8 ranks: the student is called on 95.0% of the steps before the end of the last one")
 
 
 def test_whole_replicas_share_a_process():

@@ -65,6 +65,20 @@ def test_a_part_between_steps_is_not_in_the_step(timer: StepTimer, clock: Clock)
     assert seconds(timer) == {"timing/checkpoint": 5, "timing/step": 1, "timing/other": 1}
 
 
+def test_a_step_that_follows_another_is_timed_from_its_end(timer: StepTimer, clock: Clock) -> None:
+    with timer.step(1):
+        clock.pass_(1)
+    timer.flush()
+    clock.pass_(2)
+    with timer.step(2, follows=True), timer.part("student"):
+        clock.pass_(4)
+    assert seconds(timer) == {"timing/student": 4, "timing/other": 2, "timing/step": 6}
+    clock.pass_(8)
+    with timer.step(3):
+        clock.pass_(1)
+    assert seconds(timer)["timing/step"] == 1
+
+
 def test_flush_resets_the_timer(timer: StepTimer, clock: Clock) -> None:
     with timer.step(1):
         clock.pass_(1)

@@ -20,6 +20,14 @@ class Recorder:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_next_item_is_known_while_one_is_in_use(depth):
+    recorder = Recorder()
+    items = Lookahead(range(4), recorder.submit, recorder.release, depth)
+    known = [items.next for _ in items]
+    assert known == ([None] * 4 if depth == 0 else ["item 1", "item 2", "item 3", None])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
 def test_items_come_in_order_with_depth_jobs_ahead(depth):
     recorder, seen = Recorder(), []
     for position, item in enumerate(Lookahead(range(6), recorder.submit, recorder.release, depth)):

@@ -65,17 +65,20 @@ class Teacher:
     unread: dict[tuple[int, int], str] = field(default_factory=dict)
     """Parts that the student has not finished reading, by (first rank of the replica, slot)."""
 
-    def submit_replica(
-        self, method: str, rows: str, sub_batch: int, slots: Any, *, ranks: range
-    ) -> tuple[str, dict[str, str]]:
+    def submit_replicas(
+        self, method: str, rows: dict[int, str], sub_batch: int, slots: Any, *, size: int
+    ) -> dict[int, tuple[str, dict[str, str]]]:
         assert method == "forward"
-        part = _part(rows, sub_batch)
-        self.calls.append((part, slots))
-        for slot in slots:
-            assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was handed out before it was read"
-            self.unread[ranks[0], slot.index] = part
-        call = f"{self.name} call {len(self.calls)}"
-        return f"{call} published", {f"{call} rank {rank}": f"{self.name}/{rank}" for rank in ranks}
+        made = {}
+        for replica, of_replica in rows.items():
+            part, ranks = _part(of_replica, sub_batch), range(replica * size, (replica + 1) * size)
+            self.calls.append((part, slots))
+            for slot in slots:
+                assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was handed out before it was read"
+                self.unread[ranks[0], slot.index] = part
+            call = f"{self.name} call {len(self.calls)}"
+            made[replica] = f"{call} published", {f"{call} rank {rank}": f"{self.name}/{rank}" for rank in ranks}
+        return made
 
     def read(self, parts: Sequence[str]) -> None:
         """The student has finished reading the targets of these parts."""

@@ -1,4 +1,5 @@
-"""Steps of training while actors finish in any order, die and hang: whatever happens, the student applies each sub-batch once and in order.
+"""Steps of training, some of them one ahead, while actors finish in any order, die and hang: whatever happens, the student applies each
+sub-batch once and in order.
 
 The pipeline, the student group and both recoveries are real. Actors, rings and waits are played: an actor runs its calls in order, each once
 its arguments exist, and a wait lets one thing after another happen, chosen by hypothesis.
@@ -120,6 +121,9 @@ class World:
         self.aligned: list[PendingBatch] = []
         self.applied: list[tuple[int, int, tuple[str, ...]]] = []
         """Batch, sub-batch and teachers."""
+        self.due = 0, 0
+        """Batch and sub-batch that the student takes next."""
+        self.called_ahead = 0
 
     def groups(self) -> list[Group]:
         return [self.student, *self.teachers]
@@ -156,6 +160,8 @@ class World:
 
     def apply(self, rows: tuple[int, int], index: int, is_last: bool, sizes: Sequence[int], *published: Any) -> tuple:
         """Does what the student does: reads its targets, or says that it cannot, and takes them into its state."""
+        if (rows[0], index) != self.due:
+            return (Retryable("another one is due"),)
         replicas = iter(published)
         per_teacher = [[next(replicas) for _ in range(size)] for size in sizes]
         assert next(replicas, None) is None
@@ -173,6 +179,7 @@ class World:
                 ring.read.add(part)
         assert is_last == (index == self.sub_batches - 1)
         self.applied.append((rows[0], index, tuple(names)))
+        self.due = (rows[0] + 1, 0) if is_last else (rows[0], index + 1)
         return ({},)
 
 
@@ -198,15 +205,19 @@ class Group:
         for actor in others:
             actor.computed = True
 
-    def submit_replica(
-        self, method: str, rows: Any, sub_batch: int, slots: Any, *, ranks: Sequence[int]
-    ) -> tuple[Ref, dict]:
-        ring, part = self.rings[ranks[0] // self.size], f"rows {rows} sub-batch {sub_batch}"
+    def submit_replicas(
+        self, method: str, rows: Mapping[int, Any], sub_batch: int, slots: Any, *, size: int
+    ) -> dict[int, tuple[Ref, dict]]:
+        return {replica: self._submit_replica(replica, own, sub_batch, slots) for replica, own in rows.items()}
+
+    def _submit_replica(self, replica: int, rows: Any, sub_batch: int, slots: Any) -> tuple[Ref, dict]:
+        ring, part = self.rings[replica], f"rows {rows} sub-batch {sub_batch}"
 
         def forward() -> tuple[Any, TeacherStats]:
             ring.write([slot.index for slot in slots], part)
             return (ring.opened, [slot.index for slot in slots], part), TeacherStats()
 
+        ranks = range(replica * self.size, (replica + 1) * self.size)
         calls = [
             self.actors[rank].call(forward if rank == ranks[0] else lambda: (None, TeacherStats()), values=2)
             for rank in ranks
@@ -258,8 +269,8 @@ class Calls:
         self.hosts = Hosts()
 
     @property
-    def names(self) -> dict[str, str]:
-        return {actor.name: actor.name for group in self.world.groups() for actor in group.actors}
+    def everyone(self) -> set[str]:
+        return {actor.name for group in self.world.groups() for actor in group.actors}
 
     def gather(
         self, calls: Mapping[Ref, str], *, what: str, timeout_s: float, meanwhile: Any = None, also: Any = None
@@ -347,7 +358,7 @@ class Run:
     def __init__(self, random: Random, faults: Sequence[str], **of_faults: Any):
         self.config = config = Config()
         config.train.global_batch_size, config.train.micro_batch_size = ROWS, 2
-        config.prefetch.depth, config.prefetch.slots = 1, random.choice([None, 2, 3])
+        config.prefetch.depth, config.prefetch.slots = 1, random.choice([None, 2, 3, 4])
         shapes = {"wide": ParallelConfig(1, 2), "many": ParallelConfig(2, 1)}
         config.teachers = [TeacherConfig(name=name, parallel=shape) for name, shape in shapes.items()]
         for name, value in of_faults.items():
@@ -370,13 +381,17 @@ class Run:
             ahead = deque(self.submit(index) for index in range(step, min(step + 2, STEPS)))
             try:
                 while ahead:
-                    self.student.train_step(ahead[0])
+                    saves = self.random.random() < 0.3
+                    following = None if saves or len(ahead) < 2 else ahead[1]
+                    self.student.train_step(ahead[0], lambda following=following: following)
                     ahead.popleft().release()
                     step += 1
                     if step + len(ahead) < STEPS:
                         ahead.append(self.submit(step + len(ahead)))
-                    if self.random.random() < 0.3:
+                    if saves:
+                        assert not self.student.is_within_step
                         self.checkpoint = step, list(self.world.applied)
+                    self.world.called_ahead += self.student.is_within_step
             except DistillError as error:
                 lost = self.restart.lost(error, f"step {step + 1}")
                 for batch in ahead:
@@ -388,6 +403,7 @@ class Run:
 
     def load(self) -> int:
         step, self.world.applied = self.checkpoint[0], list(self.checkpoint[1])
+        self.world.due, self.student.is_within_step = (step, 0), False
         return step
 
 
@@ -424,6 +440,19 @@ def test_a_run_goes_on_without_a_teacher_whose_budget_is_spent(random):
     assert teachers == sorted(teachers, key=len, reverse=True), "a lost teacher never comes back"
     assert len(teachers[-1]) == 2 - len(run.pipeline.lost)
     assert all(ledger.free == ledger.num_slots for ledger in run.pipeline._ledgers.values())
+
+
+def test_the_student_is_called_one_step_ahead_unless_a_save_comes_between():
+    ahead = dict.fromkeys([None, 2, 3, 4], 0)
+    for seed in range(20):
+        run = Run(Random(seed), [])
+        run.train()
+        assert whole(run.world)
+        assert run.world.called_ahead < STEPS
+        ahead[run.config.prefetch.slots] += run.world.called_ahead
+    assert ahead[None] > 0
+    assert ahead[4] > 0, "on the first of two sub-batches"
+    assert ahead[2] == ahead[3] == 0, "a ring for one sub-batch has no room"
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["dies", "hangs"]))

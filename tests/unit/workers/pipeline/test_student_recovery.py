@@ -36,9 +36,12 @@ class Parts:
                 raise self.fails.pop(0)
             return []
 
-        names = {str(i): name for i, name in enumerate([*RANKS, "big/dp0-tp0"])}
         return SimpleNamespace(
-            names=names, monitor=None, gather=gather, dead=dict, lost=lambda error, among, what: self.lost.pop(0)
+            everyone={*RANKS, "big/dp0-tp0"},
+            monitor=None,
+            gather=gather,
+            dead=dict,
+            lost=lambda error, among, what: self.lost.pop(0),
         )
 
     def _group(self) -> Any:
