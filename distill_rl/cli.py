@@ -6,6 +6,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from distill_rl.commands.options import make_parser
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.system import output
 from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
+from distill_rl.workers.cluster.fork_server import ForkServer
 
 _TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
@@ -61,7 +63,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             options.command == "inspect.inspect" or (options.command == "check.check" and not gpu_possible())
         ):
             import_transformers_without_torch()
-        return _run(options)
+        with ForkServer() if _starts_ray(options) else nullcontext():
+            return _run(options)
     except DistillError as error:
         return _print_problems(error)
     except OSError as error:
@@ -74,6 +77,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 
         print("distill-rl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _starts_ray(options: argparse.Namespace) -> bool:
+    """Whether the command starts Ray, if its configuration joins no cluster."""
+    return options.command in ("train.train", "train.capture") and not options.dry_run
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
