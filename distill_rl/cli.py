@@ -18,6 +18,8 @@ from distill_rl.workers.cluster.fork_server import ForkServer
 
 _TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
+_WITHOUT_TORCH = {"check.check", "train.train", "train.capture"}
+"""Commands whose process loads no model, and needs torch for no more than counting GPUs."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""
 
@@ -58,12 +60,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         if arguments is None and options.command in _TRAINING:
             output.go_on_without()
-        # Only in a process of its own: a caller's Transformers must keep its models.
-        if arguments is None and (
-            options.command == "inspect.inspect" or (options.command == "check.check" and not gpu_possible())
-        ):
-            import_transformers_without_torch()
         with ForkServer() if _starts_ray(options) else nullcontext():
+            # Only in a process of its own: a caller's Transformers must keep its models.
+            if arguments is None and (
+                options.command == "inspect.inspect" or (options.command in _WITHOUT_TORCH and not gpu_possible())
+            ):
+                import_transformers_without_torch()
             return _run(options)
     except DistillError as error:
         return _print_problems(error)
