@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,13 +14,13 @@ from pathlib import Path
 from distill_rl.commands.options import make_parser
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.system import output
-from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
-from distill_rl.workers.cluster.fork_server import ForkServer
+from distill_rl.system.fork_server import ForkServer
+from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch, remember_families
 
 _TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
-_WITHOUT_TORCH = {"check.check", "train.train", "train.capture"}
-"""Commands whose process loads no model, and needs torch for no more than counting GPUs."""
+_RUNS = {"demo.quickstart", "demo.trial"}
+"""Commands that run `distill-rl train`."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""
 
@@ -57,13 +58,17 @@ def _main(arguments: Sequence[str] | None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    remember_families()
     try:
         if arguments is None and options.command in _TRAINING:
             output.go_on_without()
-        with ForkServer() if _starts_ray(options) else nullcontext():
+        if options.command == "evaluate.command":
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported, by the fork server, too
+        with ForkServer() if options.command in _RUNS or _starts_ray(options) else nullcontext():
             # Only in a process of its own: a caller's Transformers must keep its models.
             if arguments is None and (
-                options.command == "inspect.inspect" or (options.command in _WITHOUT_TORCH and not gpu_possible())
+                options.command == "inspect.inspect"
+                or ((options.command == "check.check" or _starts_ray(options)) and not gpu_possible())
             ):
                 import_transformers_without_torch()
             return _run(options)
@@ -82,7 +87,9 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _starts_ray(options: argparse.Namespace) -> bool:
-    """Whether the command starts Ray, if its configuration joins no cluster."""
+    """Whether a command has its models in Ray's processes, which it starts unless its configuration joins a cluster."""
+    if options.command == "evaluate.command":
+        return bool(options.shards) and options.address is None and not options.dry_run
     return options.command in ("train.train", "train.capture") and not options.dry_run
 
 

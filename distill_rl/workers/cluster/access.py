@@ -1,32 +1,13 @@
-"""Access to a Ray cluster: the user's token, whether a cluster asks for one, and what its processes may see of this one."""
+"""Access to a Ray cluster: the user's token, and whether a cluster asks for one."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import re
-import shutil
 import stat
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from distill_rl.errors import ConfigError
-from distill_rl.system.files import OwnedFolder, remove_abandoned
 
-_ALLOWED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
-    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
-)
-"""The only variables of the driver's environment that its actors see."""
-_SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
-"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
-
-# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
-FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-TMP = Path("/tmp")
 _ANSWER_S = 3.0
 _OR_DISABLE = "or set RAY_AUTH_MODE=disabled for a cluster that asks for none"
 
@@ -114,21 +95,3 @@ def _accepts(gcs: str, token: str | None) -> bool | None:
         except grpc.RpcError as error:
             return False if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
     return True
-
-
-@cache
-def private_directory() -> Path:
-    """Returns this process's directory for Ray's files and token, which only this user can enter."""
-    # It is created at the first call.
-    # Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is, because Ray's
-    # socket paths must stay under 107 bytes.
-    remove_abandoned(TMP, "drl-*-*")
-    directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return directory
-
-
-def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
-    names = [name for name in environment if _ALLOWED.fullmatch(name) and not _SECRET.fullmatch(name)]
-    return {name: environment[name] for name in names}

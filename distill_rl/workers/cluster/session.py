@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -23,9 +23,12 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
+from distill_rl.system import fork_server
+from distill_rl.system.files import private_directory
 from distill_rl.system.memory import object_store_room, object_store_size
+from distill_rl.system.processes import FOR_WORKERS, allowed_variables
 from distill_rl.system.signals import signals_blocked
-from distill_rl.workers.cluster import access, fork_server
+from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
@@ -119,7 +122,7 @@ def ray_session(
                 "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
             )
         with (
-            reaper(access.private_directory(), lambda: hosts.lost) as ray_runs,
+            reaper(private_directory(), lambda: hosts.lost) as ray_runs,
             _local_ray(settings, num_cpus, store, started, interrupted, hosts),
         ):
             ray_runs()
@@ -139,7 +142,7 @@ def _local_ray(
     # A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
     # If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this process if tokens are in
     # use.
-    directory = access.private_directory() / secrets.token_hex(2)
+    directory = private_directory() / secrets.token_hex(2)
     if access.required():
         # Ray's processes get the token as a file, because environments are easily printed.
         if os.environ.get("RAY_AUTH_TOKEN"):
@@ -180,7 +183,7 @@ def _local_ray(
             end(roots, _END_S)
             shutil.rmtree(directory, ignore_errors=True)
             interrupted()
-            directory = access.private_directory() / secrets.token_hex(2)
+            directory = private_directory() / secrets.token_hex(2)
         hosts.watch(roots)
         if address := context.dashboard_url:
             port = address.rpartition(":")[2]
@@ -246,7 +249,7 @@ def _token_file() -> Path:
     """Returns a file with a token, RAY_AUTH_TOKEN or a new random one, that only this user can read."""
     # It is written at the first call.
     # There is one per process, because Ray reads it once.
-    path = access.private_directory() / "token"
+    path = private_directory() / "token"
     path.touch(0o600, exist_ok=False)
     path.write_text(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_urlsafe(32))
     return path
@@ -259,11 +262,11 @@ def _allowed_environment() -> Iterator[None]:
     # started in advance.
     original = dict(os.environ)
     os.environ.clear()
-    os.environ.update(access.allowed_variables(original) | access.FOR_WORKERS)
+    os.environ.update(allowed_variables(original) | FOR_WORKERS)
     try:
         yield
     finally:
-        for name in access.FOR_WORKERS:
+        for name in FOR_WORKERS:
             del os.environ[name]
         os.environ.update({name: value for name, value in original.items() if name not in os.environ})
 
@@ -274,8 +277,8 @@ def worker_environment() -> dict[str, str]:
     They are for Ray's runtime environment, because workers of a joined cluster do not inherit them from the driver.
     """
     shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
-    variables = {name: value for name, value in access.allowed_variables(os.environ).items() if shared.fullmatch(name)}
-    return variables | access.FOR_WORKERS
+    variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
+    return variables | FOR_WORKERS
 
 
 @contextmanager

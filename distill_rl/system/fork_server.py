@@ -15,6 +15,9 @@ There are two servers: a small one for Ray's own services, and one that goes on 
 initialises CUDA. This file is all three programs; the launcher runs it without site-packages, to start in milliseconds.
 """
 
+# Without pathlib, which takes longer to import than all that the launcher does.
+# ruff: noqa: PTH109, PTH110, PTH118, PTH119, PTH120, PTH123, PTH208, SIM115
+
 import json
 import os
 import signal
@@ -23,7 +26,6 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import subprocess
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -32,12 +34,27 @@ _WORKERS, _SERVICES = "workers", "services"
 _WORKER = "default_worker.py"
 _PROGRAMS = (_WORKER, "agent.py", "main.py", "dashboard.py", "monitor.py", "log_monitor.py")
 """Those of Ray that are forked."""
-_ACCEPTED = b"\1"
+_READ_ON_IMPORT = ("HF_", "TRANSFORMERS_")
+"""Beginnings of variables."""
+LAUNCHER = "DISTILL_RL_LAUNCHER"
+"""Variable with the launcher of a server that another process has, for a command that it starts."""
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _MOST_FILES = 64
 _FIRST_SPARE = 300
 """Received files are numbered from here on, out of the way of the numbers that they are to have."""
-_FOR_SERVICES = ("ray", "ray._private.node", "ray._private.log_monitor", "ray._private.runtime_env.setup_hook")
-_FOR_WORKERS = ("distill_rl.student.engine", "distill_rl.teacher.engine", "transformers.models.llama.modeling_llama")
+_FOR_SERVICES = (
+    "distill_rl.workers",
+    "ray",
+    "ray._private.node",
+    "ray._private.log_monitor",
+    "ray._private.runtime_env.setup_hook",
+)
+_FOR_WORKERS = (
+    "distill_rl.student.engine",
+    "distill_rl.teacher.engine",
+    "distill_rl.evals.backends.hf",
+    "transformers.models.llama.modeling_llama",
+)
 _WITH_RAY = (
     "distill_rl.workers.actors.aligner",
     "distill_rl.workers.actors.evaluator",
@@ -61,18 +78,20 @@ class ForkServer:
         import shlex
         import subprocess
 
+        from distill_rl.system.files import private_directory
+        from distill_rl.system.processes import FOR_WORKERS, allowed_variables
         from distill_rl.system.signals import signals_blocked
-        from distill_rl.workers.cluster.access import FOR_WORKERS, allowed_variables, private_directory
 
         folder = private_directory() / secrets.token_hex(2)
         folder.mkdir()
         listening = [_listen(folder / name) for name in (_SERVICES, _WORKERS)]
         numbers = [sock.fileno() for sock in listening]
         arguments = (f"{folder}/", os.getpid(), *numbers)
+        python = os.environ.pop(LAUNCHER, sys.executable)
         environment = {"OMP_NUM_THREADS": "1", **allowed_variables(os.environ), **FOR_WORKERS}
         with signals_blocked():
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "distill_rl.workers.cluster.fork_server", *map(str, arguments)],
+                [python, "-P", "-m", "distill_rl.system.fork_server", *map(str, arguments)],
                 pass_fds=numbers,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -97,15 +116,19 @@ class ForkServer:
         self.process.communicate()
 
 
+def launcher() -> str:
+    """What starts Python: the launcher of the server, if there is one."""
+    # On a file system that is mounted with noexec nothing can be launched.
+    if _servers and os.access(found := _servers[-1].launcher, os.X_OK):
+        return str(found)
+    return sys.executable
+
+
 def launching() -> "AbstractContextManager[object]":
-    """While the block runs, what starts `sys.executable` starts the launcher of the server, if there is one."""
-    from contextlib import nullcontext
+    """While the block runs, what starts `sys.executable` starts `launcher`."""
     from unittest import mock
 
-    # On a file system that is mounted with noexec nothing can be launched.
-    if _servers and os.access(launcher := _servers[-1].launcher, os.X_OK):
-        return mock.patch.object(sys, "executable", str(launcher))
-    return nullcontext()
+    return mock.patch.object(sys, "executable", launcher())
 
 
 def process_ids() -> list[int]:
@@ -130,24 +153,49 @@ def _listen(path: "Path") -> socket.socket:
 
 
 def _launch(folder: str, python: str, arguments: list[str]) -> None:
-    """Has a server run `python ARGUMENTS` and waits for its end; or becomes it."""
-    script = next((word for word in arguments if not word.startswith("-")), "")
-    name = os.path.basename(script)
-    if "/ray/" in script and name in _PROGRAMS:
+    """Has a server run `python ARGUMENTS`, passes signals on, and ends as that does; or becomes it."""
+    if name := _server_for(arguments):
         server = socket.socket(socket.AF_UNIX)
         try:
-            server.connect(os.path.join(folder, _WORKERS if name == _WORKER else _SERVICES))
+            server.connect(os.path.join(folder, name))
             _send(server, arguments)
-            accepted = server.recv(1) == _ACCEPTED
+            pid = int.from_bytes(server.recv(4), "big")
         except OSError:
-            accepted = False
-        if accepted:
+            pid = 0
+        if pid:
+            for number in _heard():
+                signal.signal(number, lambda number, _: os.kill(pid, number))
             for number in _inherited(server):  # whoever reads them must not wait for this process
                 os.close(number)
-            server.recv(1)
-            os._exit(1)
+            code = server.recv(1)
+            os._exit(code[0] if code else 128 + signal.SIGKILL)
         server.close()
     os.execv(python, [python, *arguments])
+
+
+def _heard() -> list[int]:
+    """The signals that are not ignored."""
+    return [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _server_for(arguments: list[str]) -> str:
+    """The server that forks for a command; empty if there is none."""
+    first = _first(arguments)
+    option, word = arguments[first : first + 1], "".join(arguments[first + 1 : first + 2])
+    if option == ["-m"] and word.startswith("distill_rl"):
+        return _WORKERS
+    if option == ["-c"] and "multiprocessing.spawn" in word:
+        return _WORKERS
+    script = "".join(option)
+    if "/ray/" not in script or os.path.basename(script) not in _PROGRAMS:
+        return ""
+    return _WORKERS if script.endswith(_WORKER) else _SERVICES
+
+
+def _first(arguments: list[str]) -> int:
+    """The place of `-m`, `-c` or the script among Python's arguments."""
+    named = (place for place, word in enumerate(arguments) if word in ("-m", "-c") or not word.startswith("-"))
+    return next(named, len(arguments))
 
 
 def _inherited(server: socket.socket) -> list[int]:
@@ -168,6 +216,7 @@ def _send(server: socket.socket, arguments: list[str]) -> None:
         "folder": os.getcwd(),
         "files": files,
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "ignored": [int(number) for number in {*_PASSED_ON} - {*_heard()}],
         "group": os.getpgrp(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "oom_score": oom_score,
@@ -181,11 +230,12 @@ def _send(server: socket.socket, arguments: list[str]) -> None:
 # The servers.
 
 
-def _serve(listening: socket.socket, with_ray: tuple[str, ...]) -> None:
+def _serve(listening: socket.socket) -> None:
     """Forks for every launcher until the driver ends; returns only in a fork, which is to end with this process.
 
-    Ray's library reads its variables when it is imported. So what needs it is imported with those of the first launcher, and
-    a launcher with others gets no fork. The job's id does not count: workers that Ray starts in advance have none yet.
+    Libraries read variables when they are imported, and a launcher with others gets no fork. Ray reads all of its own: what
+    needs it is imported with those of the first worker. The job's id does not count, which those have not that Ray starts in
+    advance.
     """
     import gc
     import select
@@ -193,22 +243,23 @@ def _serve(listening: socket.socket, with_ray: tuple[str, ...]) -> None:
     from distill_rl.system.processes import end_with
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    server, variables = os.getpid(), None
+    server, variables = os.getpid(), _chosen(dict(os.environ), _READ_ON_IMPORT)
+    ray_variables: dict[str, str] | None = None
     while True:
         if 0 in select.select([listening, 0], (), ())[0]:
             os._exit(0)
         launcher, _ = listening.accept()
         request, files = _receive(launcher)
-        if variables is None and request and with_ray:
+        is_worker = any(word.endswith(_WORKER) for word in request.get("arguments", ()))
+        kinds = (*_READ_ON_IMPORT, "RAY_") if is_worker else _READ_ON_IMPORT
+        own = _chosen(request.get("environment", {}), kinds)
+        if is_worker and ray_variables is None:
+            ray_variables = variables | _chosen(request["environment"], ("RAY_",))
             _take_environment(request)
-            _import(with_ray)
-        own = _of_ray(request)
-        if variables is None:
-            variables = own
-            gc.collect()
-            gc.freeze()  # or the collector would write to the memory that the forks share
+            _import(_WITH_RAY)
+        gc.freeze()  # or the collector would write to the memory that the forks share
         is_alone = len(os.listdir("/proc/self/task")) == 1  # a fork has no other threads, but their locks
-        if request and is_alone and (own == variables or not with_ray) and not os.fork():
+        if request and is_alone and own == (ray_variables if is_worker else variables) and not os.fork():
             end_with(server)
             listening.close()
             _become(launcher, request, files)
@@ -218,10 +269,12 @@ def _serve(listening: socket.socket, with_ray: tuple[str, ...]) -> None:
             os.close(file)
 
 
-def _of_ray(request: dict) -> dict[str, str]:
-    """Ray's variables of a launcher."""
-    variables = request.get("environment", {})
-    return {name: value for name, value in variables.items() if name.startswith("RAY_") and name != "RAY_JOB_ID"}
+def _chosen(environment: dict[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables whose names begin so, without secrets, which are not read on import."""
+    from distill_rl.system.processes import SECRET
+
+    names = (name for name in environment if name.startswith(prefixes) and not SECRET.fullmatch(name))
+    return {name: environment[name] for name in names if name != "RAY_JOB_ID"}
 
 
 def _take_environment(request: dict) -> None:
@@ -267,7 +320,7 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
         os.dup2(file, number)
         os.close(file)
     # SIGIO ends this process when the launcher ends, which closes its end of the connection.
-    os.write(launcher_file, _ACCEPTED)
+    os.write(launcher_file, os.getpid().to_bytes(4, "big"))
     fcntl.fcntl(launcher_file, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(launcher_file, fcntl.F_SETFL, fcntl.fcntl(launcher_file, fcntl.F_GETFL) | os.O_ASYNC)
     # Everything else that a process inherits.
@@ -280,38 +333,82 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(request["oom_score"])
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    _run(request["arguments"])
+    code = 1
+    try:
+        code = _run(request["arguments"])
+    finally:
+        os.write(launcher_file, bytes([code & 255]))
+    sys.exit(code)
 
 
-def _run(arguments: list[str]) -> None:
-    """Runs a script like `python ARGUMENTS` does."""
+def _run(arguments: list[str]) -> int:
+    """Runs what `python ARGUMENTS` does, and returns its exit code."""
     import runpy
+    from types import ModuleType
 
-    first = next(place for place, word in enumerate(arguments) if not word.startswith("-"))
-    if "-u" in arguments[:first]:
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    sys.argv = arguments[first:]
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    first = _first(arguments)
+    _open_streams(unbuffered="-u" in arguments[:first] or bool(os.environ.get("PYTHONUNBUFFERED")))
+    _use_all_threads()
+    option, rest = arguments[first], arguments[first + 1 :]
+    try:
+        if option == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif option == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(rest[0], main.__dict__)
+        else:
+            sys.argv = arguments[first:]
+            sys.path.insert(0, os.path.dirname(option))
+            runpy.run_path(option, run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Makes Python's standard streams those of the files that this process has now."""
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        errors = "backslashreplace" if name == "stderr" else None
+        stream = open(number, mode, errors=errors, closefd=False)
+        if mode == "w":
+            stream.reconfigure(line_buffering=name == "stderr" or stream.isatty(), write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _use_all_threads() -> None:
+    """Gives torch the threads that it takes by itself; the server has one, because more threads cannot be forked."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        set_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        torch.set_num_threads(int(set_threads) if set_threads.isdecimal() else len(os.sched_getaffinity(0)))
 
 
 def _import_and_serve(driver: int, services: int, workers: int) -> None:
     """Imports and serves: Ray's services in a process of its own, the workers in this one."""
     from distill_rl.system.processes import end_with
+    from distill_rl.system.without_torch import remember_families
 
-    end_with(driver)
+    if os.getppid() == driver:  # otherwise this is itself a fork
+        end_with(driver)
+    remember_families()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C reaches the whole foreground group
     server = os.getpid()
     if os.fork():
         os.close(services)
         _import(_FOR_WORKERS)
-        return _serve(socket.socket(fileno=workers), _WITH_RAY)
+        return _serve(socket.socket(fileno=workers))
     end_with(server)
     os.close(workers)
     _import(_FOR_SERVICES)
-    return _serve(socket.socket(fileno=services), ())
+    return _serve(socket.socket(fileno=services))
 
 
 if __name__ == "__main__":
