@@ -39,6 +39,7 @@ _READ_ON_IMPORT = ("HF_", "TRANSFORMERS_")
 LAUNCHER = "DISTILL_RL_LAUNCHER"
 """Variable with the launcher of a server that another process has, for a command that it starts."""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
 _MOST_FILES = 64
 _FIRST_SPARE = 300
 """Received files are numbered from here on, out of the way of the numbers that they are to have."""
@@ -68,6 +69,8 @@ _WITH_RAY = (
 
 _servers: "list[ForkServer]" = []
 """That of this process, if there is one."""
+asked_by = 0
+"""In a fork, the process that started its launcher."""
 
 
 class ForkServer:
@@ -155,6 +158,8 @@ def _listen(path: "Path") -> socket.socket:
 def _launch(folder: str, python: str, arguments: list[str]) -> None:
     """Has a server run `python ARGUMENTS`, passes signals on, and ends as that does; or becomes it."""
     if name := _server_for(arguments):
+        if "-c" in arguments:
+            _end_with_parent()
         server = socket.socket(socket.AF_UNIX)
         try:
             server.connect(os.path.join(folder, name))
@@ -171,6 +176,13 @@ def _launch(folder: str, python: str, arguments: list[str]) -> None:
             os._exit(code[0] if code else 128 + signal.SIGKILL)
         server.close()
     os.execv(python, [python, *arguments])
+
+
+def _end_with_parent() -> None:
+    """What the fork would see to itself: `multiprocessing` leaves it to the function that it calls."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _heard() -> list[int]:
@@ -214,6 +226,7 @@ def _send(server: socket.socket, arguments: list[str]) -> None:
         "arguments": arguments,
         "environment": dict(os.environ),
         "folder": os.getcwd(),
+        "parent": os.getppid(),
         "files": files,
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "ignored": [int(number) for number in {*_PASSED_ON} - {*_heard()}],
@@ -338,17 +351,20 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     code = 1
     try:
-        code = _run(request["arguments"])
+        code = _run(request["arguments"], request["parent"])
     finally:
         os.write(launcher_file, bytes([code & 255]))
     sys.exit(code)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], parent: int) -> int:
     """Runs what `python ARGUMENTS` does, and returns its exit code."""
     import runpy
     from types import ModuleType
 
+    from distill_rl.system import fork_server
+
+    fork_server.asked_by = parent
     first = _first(arguments)
     _open_streams(unbuffered="-u" in arguments[:first] or bool(os.environ.get("PYTHONUNBUFFERED")))
     _use_all_threads()

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import IO, Any, BinaryIO, TypeVar
 
 from distill_rl.errors import WorkerError
+from distill_rl.system import fork_server
 from distill_rl.system.fork_server import LAUNCHER, launcher
 from distill_rl.system.signals import requests
 
@@ -61,7 +62,7 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
+    if parent not in (os.getppid(), fork_server.asked_by):
         os._exit(1)
 
 
