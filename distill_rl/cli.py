@@ -19,8 +19,8 @@ from distill_rl.system.without_torch import gpu_possible, import_transformers_wi
 
 _TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
-_RUNS = {"demo.quickstart", "demo.trial"}
-"""Commands that run `distill-rl train`."""
+_RUNS = {"demo.quickstart"}
+"""Commands that run `distill-rl train`, and train models themselves."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""
 
@@ -90,7 +90,9 @@ def _starts_ray(options: argparse.Namespace) -> bool:
     """Whether a command has its models in Ray's processes, which it starts unless its configuration joins a cluster."""
     if options.command == "evaluate.command":
         return bool(options.shards) and options.address is None and not options.dry_run
-    return options.command in ("train.train", "train.capture") and not options.dry_run
+    return options.command == "demo.trial" or (
+        options.command in ("train.train", "train.capture") and not options.dry_run
+    )
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
