@@ -17,6 +17,7 @@ from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import console, say_of_data
+from distill_rl.system.fork_server import ForkServer
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 
@@ -178,7 +179,7 @@ def _alone(name: str) -> Iterator[None]:
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError(name, "runs once at a time in a process", None, "wait for the other call")
     try:
-        with console():
+        with console(), ForkServer():
             yield
     finally:
         _one_at_a_time.release()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
 from distill_rl.commands.options import make_parser
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.system import output
-from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
+from distill_rl.system.fork_server import ForkServer
+from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch, remember_families
 
 _TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
+_RUNS = {"demo.quickstart"}
+"""Commands that run `distill-rl train`, and train models themselves."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""
 
@@ -53,15 +58,20 @@ def _main(arguments: Sequence[str] | None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    remember_families()
     try:
         if arguments is None and options.command in _TRAINING:
             output.go_on_without()
-        # Only in a process of its own: a caller's Transformers must keep its models.
-        if arguments is None and (
-            options.command == "inspect.inspect" or (options.command == "check.check" and not gpu_possible())
-        ):
-            import_transformers_without_torch()
-        return _run(options)
+        if options.command == "evaluate.command":
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported, by the fork server, too
+        with ForkServer() if options.command in _RUNS or _starts_ray(options) else nullcontext():
+            # Only in a process of its own: a caller's Transformers must keep its models.
+            if arguments is None and (
+                options.command == "inspect.inspect"
+                or ((options.command == "check.check" or _starts_ray(options)) and not gpu_possible())
+            ):
+                import_transformers_without_torch()
+            return _run(options)
     except DistillError as error:
         return _print_problems(error)
     except OSError as error:
@@ -74,6 +84,15 @@ def _main(arguments: Sequence[str] | None) -> int:
 
         print("distill-rl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _starts_ray(options: argparse.Namespace) -> bool:
+    """Whether a command has its models in Ray's processes, which it starts unless its configuration joins a cluster."""
+    if options.command == "evaluate.command":
+        return bool(options.shards) and options.address is None and not options.dry_run
+    return options.command == "demo.trial" or (
+        options.command in ("train.train", "train.capture") and not options.dry_run
+    )
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

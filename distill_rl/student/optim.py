@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import FaultsConfig, OptimizerConfig, ScheduleConfig
 from distill_rl.errors import NumericsError
 from distill_rl.models.families import is_decayed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 _REMEDY = (
     "lower optimizer.lr, set train.max_grad_norm, look for broken rows or teacher weights, or allow more by "
@@ -39,6 +39,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
             torch's foreach implementation. `step` is on the parameter's device for the fused kernel and on the CPU for
             foreach; checkpoints of one load into the other.
     """
+    import torch
+
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainable = list(named.values())
     decayed = {name for name, parameter in named.items() if is_decayed(name, parameter.ndim)}
@@ -112,6 +114,9 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, a scalar equal on all ranks. NaN or Inf if any gradient holds one.
     """
+    import torch
+    from torch.distributed.tensor import DTensor
+
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     if isinstance(norm, DTensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import difflib
 import errno
@@ -17,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -528,3 +530,18 @@ def _remove(path: Path) -> None:
     """Removes a folder, a file or a link, if there is one; ignores errors."""
     with suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+TMP = Path("/tmp")
+
+
+@cache
+def private_directory() -> Path:
+    """Returns this process's directory for Ray's files and token, which only this user can enter."""
+    # It is created at the first call.
+    # Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is, because Ray's
+    # socket paths must stay under 107 bytes.
+    remove_abandoned(TMP, "drl-*-*")
+    directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory

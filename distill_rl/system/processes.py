@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -22,7 +23,30 @@ from types import FrameType
 from typing import IO, Any, BinaryIO, TypeVar
 
 from distill_rl.errors import WorkerError
+from distill_rl.system import fork_server
+from distill_rl.system.fork_server import LAUNCHER, launcher
 from distill_rl.system.signals import requests
+
+# What child processes may see of this one's environment.
+
+_ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
+    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
+    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
+)
+"""The only variables of the driver's environment that its actors see."""
+SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
+"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
+
+# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
+FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
+    names = [name for name in environment if _ALLOWED.fullmatch(name) and not SECRET.fullmatch(name)]
+    return {name: environment[name] for name in names}
+
 
 # A process that ends with its parent, however that ends.
 
@@ -38,7 +62,7 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
+    if parent not in (os.getppid(), fork_server.asked_by):
         os._exit(1)
 
 
@@ -68,6 +92,7 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
     with receiver:
         try:
             with sender:  # closed here once the child has its own, so that the child's death ends the wait
+                context.set_executable(launcher())
                 process.start()
             if not receiver.poll(deadline_s):
                 rule = f"its process must answer within {deadline_s:g} s"
@@ -140,10 +165,10 @@ class OwnCommands:
             output: for stdout and stderr; None: those of this process.
         """
         child = subprocess.Popen(
-            [sys.executable, "-m", "distill_rl", *arguments],
+            [launcher(), "-m", "distill_rl", *arguments],
             stdout=output,
             stderr=output,
-            env={**(variables or {}), **os.environ},
+            env={**(variables or {}), **os.environ, LAUNCHER: launcher()},
             process_group=0,
             preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
         )

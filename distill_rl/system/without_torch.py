@@ -1,15 +1,25 @@
-"""Transformers without PyTorch, for the process of `distill-rl check`, which needs its configurations and tokenizers only.
+"""Transformers in less time: without PyTorch, for processes that need its configurations and tokenizers only, and without
+reading all of its files.
 
 PyTorch takes two seconds to import, more than all that `check` does, and Transformers imports it with its first
-configuration. There is no setting against that.
+configuration. There is no setting against that. Besides, every process that imports Transformers reads the two thousand files
+of its model families, twice, to find out which names they export.
 """
 
 from __future__ import annotations
 
+import marshal
 import os
 import sys
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import cache_from_source
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")
 """Device files of GPUs that torch may use: NVIDIA, its Jetson boards, AMD, Windows' subsystem for Linux."""
@@ -41,3 +51,62 @@ def import_transformers_without_torch() -> None:
             del os.environ[variable]
         else:
             os.environ[variable] = before
+
+
+_READER = "transformers.utils.import_utils"
+"""The module that finds out which names the families export."""
+
+
+def remember_families() -> None:
+    """Lets Transformers, once this process imports it, remember which names its model families export, as bytecode is kept.
+
+    Where bytecode is not written, or the package is not an installed one, nothing changes. The file is of one version of
+    Transformers.
+    """
+    if _READER not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds `_READER` like Python does, with another loader."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _READER:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if read := getattr(module, "create_import_structure_from_path", None):
+            module.create_import_structure_from_path = _remembering(read)  # type: ignore[attr-defined]
+
+
+def _remembering(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read`, which for the folder of all families takes what an earlier process has found."""
+
+    def read_once(path: Any) -> Any:
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        source = folder / "__init__.py"
+        if folder.name != "models" or folder.parent.parent != Path(sysconfig.get_paths()["purelib"]):
+            return read(path)
+        file = Path(cache_from_source(str(source), optimization="exports"))
+        about = getattr(sys.modules.get("transformers"), "__version__", None), source.stat().st_mtime_ns
+        with suppress(OSError, ValueError, EOFError, TypeError):
+            known, found = marshal.loads(file.read_bytes())
+            if known == about:
+                return found
+        found = read(path)
+        if not sys.dont_write_bytecode:
+            from distill_rl.system.files import write_atomic
+
+            with suppress(OSError, ValueError):
+                write_atomic(file, marshal.dumps((about, found)))
+        return found
+
+    return read_once

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +29,8 @@ _TIMEOUT_S = 10.0
 _LOOK_EVERY_S, _LOOK_WHILE_STARTING_S = 5.0, 0.2
 _STARTED, _ENDED, _LOST = b"started\n", b"ended\n", b"lost\n"
 _POLL_S = 0.05
+_OF_RAY = re.compile(r"/ray/|\bfork_server\b")
+"""In the command lines of Ray's programs, and of what forks for them."""
 
 
 @contextmanager
@@ -104,16 +107,17 @@ def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool 
     return family
 
 
-def ray_processes(directory: str) -> set[psutil.Process]:
-    """Returns the processes of Ray's that name the directory in their command line.
+def ray_processes(directory: str, among: Iterable[psutil.Process] | None = None) -> set[psutil.Process]:
+    """Returns the processes of Ray's that name the directory in their command line; of `among`, or of all.
 
     Actors do not, because they rename themselves, but their parent does.
     """
     found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or ()
-        if any(f"{directory}/" in word for word in words) and any("/ray/" in word for word in words):
-            found.add(process)
+    for process in psutil.process_iter() if among is None else among:
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if any(f"{directory}/" in word for word in words) and any(_OF_RAY.search(word) for word in words):
+                found.add(process)
     return found
 
 
@@ -125,6 +129,7 @@ def main(directory: str) -> None:
     # Look again and again while the driver lives, more often while Ray starts. When the driver dies, one of its processes
     # may end by itself first, and the children of that one are then nobody's descendants.
     family: set[psutil.Process] = set()
+    driver = psutil.Process(os.getppid())
     interval_s, word = _LOOK_WHILE_STARTING_S, b"?"
     while word:
         if select.select([sys.stdin], [], [], interval_s)[0]:
@@ -134,7 +139,9 @@ def main(directory: str) -> None:
             if _LOST in word:
                 break
             interval_s = _LOOK_EVERY_S
-        family = with_descendants(family | ray_processes(directory))
+        with suppress(psutil.NoSuchProcess):
+            family |= ray_processes(directory, driver.children())
+        family = with_descendants(family)
     while family := with_descendants(family | ray_processes(directory)):
         end(family, math.inf)
     if not word:  # otherwise the driver, which lives, removes it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -24,32 +23,21 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
-from distill_rl.system.files import OwnedFolder, remove_abandoned
+from distill_rl.system import fork_server
+from distill_rl.system.files import private_directory
 from distill_rl.system.memory import object_store_room, object_store_size
+from distill_rl.system.processes import FOR_WORKERS, allowed_variables
 from distill_rl.system.signals import signals_blocked
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
-_ALLOWED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
-    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
-)
-"""The only variables of the driver's environment that its actors see."""
-_SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
-"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
-
-# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
-_FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
 _SLOW = re.compile("timed out", re.IGNORECASE)
 """In Ray's words for a part of it that does not answer in time."""
 _CONNECT_TIMEOUT_S = 5.0
 _END_S = 5.0
 """How long Ray's processes may take to end before they are killed, and after it."""
-TMP = Path("/tmp")
 _MUST_RUN = "must name a running Ray cluster"
 _START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
@@ -134,7 +122,7 @@ def ray_session(
                 "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
             )
         with (
-            reaper(_private_directory(), lambda: hosts.lost) as ray_runs,
+            reaper(private_directory(), lambda: hosts.lost) as ray_runs,
             _local_ray(settings, num_cpus, store, started, interrupted, hosts),
         ):
             ray_runs()
@@ -154,7 +142,7 @@ def _local_ray(
     # A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
     # If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this process if tokens are in
     # use.
-    directory = _private_directory() / secrets.token_hex(2)
+    directory = private_directory() / secrets.token_hex(2)
     if access.required():
         # Ray's processes get the token as a file, because environments are easily printed.
         if os.environ.get("RAY_AUTH_TOKEN"):
@@ -166,7 +154,7 @@ def _local_ray(
     try:
         deadline = time.monotonic() + settings.start_timeout_s
         while True:
-            with signals_blocked(), _allowed_environment():
+            with signals_blocked(), _allowed_environment(), fork_server.launching():
                 try:
                     context = ray.init(
                         address="local",  # overrides RAY_ADDRESS
@@ -195,7 +183,7 @@ def _local_ray(
             end(roots, _END_S)
             shutil.rmtree(directory, ignore_errors=True)
             interrupted()
-            directory = _private_directory() / secrets.token_hex(2)
+            directory = private_directory() / secrets.token_hex(2)
         hosts.watch(roots)
         if address := context.dashboard_url:
             port = address.rpartition(":")[2]
@@ -203,11 +191,12 @@ def _local_ray(
             say(f"dashboard http://{address}{token}; elsewhere: ssh -N -L {port}:{address} {socket.gethostname()}")
         yield
     finally:
-        family = with_descendants(roots)
+        family = with_descendants(roots | {psutil.Process(pid) for pid in fork_server.process_ids()})
         if hosts.lost:
             end(family, _END_S)
         with _kill_on_sigterm(roots):
             ray.shutdown()
+        fork_server.end()
         left = end(family, _END_S, kill=False)
         if left:
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
@@ -256,23 +245,11 @@ def _require_answer(address: str) -> None:
 
 
 @cache
-def _private_directory() -> Path:
-    """Returns this process's directory for Ray's files and token, which only this user can enter."""
-    # It is created at the first call.
-    # Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is, because Ray's
-    # socket paths must stay under 107 bytes.
-    remove_abandoned(TMP, "drl-*-*")
-    directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return directory
-
-
-@cache
 def _token_file() -> Path:
     """Returns a file with a token, RAY_AUTH_TOKEN or a new random one, that only this user can read."""
     # It is written at the first call.
     # There is one per process, because Ray reads it once.
-    path = _private_directory() / "token"
+    path = private_directory() / "token"
     path.touch(0o600, exist_ok=False)
     path.write_text(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_urlsafe(32))
     return path
@@ -285,11 +262,11 @@ def _allowed_environment() -> Iterator[None]:
     # started in advance.
     original = dict(os.environ)
     os.environ.clear()
-    os.environ.update(allowed_variables(original) | _FOR_WORKERS)
+    os.environ.update(allowed_variables(original) | FOR_WORKERS)
     try:
         yield
     finally:
-        for name in _FOR_WORKERS:
+        for name in FOR_WORKERS:
             del os.environ[name]
         os.environ.update({name: value for name, value in original.items() if name not in os.environ})
 
@@ -301,13 +278,7 @@ def worker_environment() -> dict[str, str]:
     """
     shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
     variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
-    return variables | _FOR_WORKERS
-
-
-def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
-    names = [name for name in environment if _ALLOWED.fullmatch(name) and not _SECRET.fullmatch(name)]
-    return {name: environment[name] for name in names}
+    return variables | FOR_WORKERS
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from distill_rl.workers.cluster import session
+from distill_rl.system.files import remove_abandoned
 from distill_rl.workers.cluster.session import _has_pending, _kill_on_sigterm
 
 BLOCKS_SIGTERM = (
@@ -52,7 +52,7 @@ def test_link_is_not_followed_when_removing_folders(tmp_path):
     (tmp_path / "mine").mkdir()
     link.symlink_to(tmp_path / "mine")
     try:
-        session.remove_abandoned(Path("/tmp"), link.name)
+        remove_abandoned(Path("/tmp"), link.name)
         assert not list((tmp_path / "mine").iterdir())
         assert link.is_symlink()
     finally:
