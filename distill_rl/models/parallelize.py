@@ -426,12 +426,9 @@ def _convert_inputs(
 
 def units(model: nn.Module) -> list[FSDPModule]:
     """All modules that are FSDP2 units, the root first; none on one rank."""
-    # The root is always one.
-    return (
-        [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if isinstance(model, FSDPModule)
-        else []
-    )
+    if not isinstance(model, FSDPModule):  # the root is always one
+        return []
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
