@@ -156,7 +156,8 @@ class Calls:
         reported = start
         while pending:
             self.hosts.update()
-            others, timeout, done = also(), _POLL_S, []
+            others, timeout = also(), _POLL_S
+            done: Sequence[ray.ObjectRef] = ()
             if others:
                 ended, _ = ray.wait([*pending, *others], num_returns=1, timeout=timeout, fetch_local=False)
                 timeout = 0
