@@ -123,7 +123,7 @@ class Calls:
         """
         results: dict[ray.ObjectRef, Any] = {}
         for done, pending in self._until_done(calls, what, timeout_s, meanwhile, also):
-            ended, errors = _outcomes(done)
+            ended, errors = _outcomes(done) if done else ({}, {})
             if errors:
                 raise self._blame(errors | self._errors_within_grace(pending), calls, what)
             results |= ended
@@ -157,10 +157,12 @@ class Calls:
         while pending:
             self.hosts.update()
             others, timeout = also(), _POLL_S
+            done: Sequence[ray.ObjectRef] = ()
             if others:
-                ray.wait([*pending, *others], num_returns=1, timeout=timeout, fetch_local=False)
+                ended, _ = ray.wait([*pending, *others], num_returns=1, timeout=timeout, fetch_local=False)
                 timeout = 0
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout, fetch_local=False)
+            if not others or any(ref in names for ref in ended):
+                done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout, fetch_local=False)
             self.interrupted()
             yield done, pending
             if not pending:
