@@ -16,7 +16,7 @@ initialises CUDA. This file is all three programs; the launcher runs it without 
 """
 
 # Without pathlib, which takes longer to import than all that the launcher does.
-# ruff: noqa: PTH109, PTH110, PTH118, PTH119, PTH120, PTH123, PTH208, SIM115
+# ruff: noqa: PTH109, PTH110, PTH114, PTH115, PTH118, PTH119, PTH120, PTH123, PTH208, SIM115
 
 import json
 import os
@@ -39,6 +39,8 @@ _READ_ON_IMPORT = ("HF_", "TRANSFORMERS_")
 LAUNCHER = "DISTILL_RL_LAUNCHER"
 """Variable with the launcher of a server that another process has, for a command that it starts."""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/kfd")
+"""Device files that are open once CUDA, or ROCm, is initialised; NVML, which counts GPUs, opens others."""
 _PR_SET_PDEATHSIG = 1
 # A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
 FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -280,8 +282,7 @@ def _serve(listening: socket.socket) -> None:
             _take_environment(request)
             _import(_WITH_RAY)
         gc.freeze()  # or the collector would write to the memory that the forks share
-        is_alone = len(os.listdir("/proc/self/task")) == 1  # a fork has no other threads, but their locks
-        if request and is_alone and own == (ray_variables if is_worker else variables) and not os.fork():
+        if request and _can_fork() and own == (ray_variables if is_worker else variables) and not os.fork():
             end_with(server)
             listening.close()
             _become(launcher, request, files)
@@ -289,6 +290,13 @@ def _serve(listening: socket.socket) -> None:
         launcher.close()
         for file in files:
             os.close(file)
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process would work: it has neither its other threads, whose locks it would have, nor its CUDA."""
+    files = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    opened = {os.readlink(file) for file in files if os.path.islink(file)}
+    return len(os.listdir("/proc/self/task")) == 1 and opened.isdisjoint(_OPENED_BY_CUDA)
 
 
 def _chosen(environment: dict[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
