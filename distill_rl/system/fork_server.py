@@ -16,7 +16,7 @@ initialises CUDA. This file is all three programs; the launcher runs it without 
 """
 
 # Without pathlib, which takes longer to import than all that the launcher does.
-# ruff: noqa: PTH109, PTH110, PTH118, PTH119, PTH120, PTH123, PTH208, SIM115
+# ruff: noqa: PTH109, PTH110, PTH114, PTH115, PTH118, PTH119, PTH120, PTH123, PTH208, SIM115
 
 import json
 import os
@@ -39,7 +39,11 @@ _READ_ON_IMPORT = ("HF_", "TRANSFORMERS_")
 LAUNCHER = "DISTILL_RL_LAUNCHER"
 """Variable with the launcher of a server that another process has, for a command that it starts."""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/kfd")
+"""Device files that are open once CUDA, or ROCm, is initialised; NVML, which counts GPUs, opens others."""
 _PR_SET_PDEATHSIG = 1
+# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
+FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _MOST_FILES = 64
 _FIRST_SPARE = 300
 """Received files are numbered from here on, out of the way of the numbers that they are to have."""
@@ -82,7 +86,7 @@ class ForkServer:
         import subprocess
 
         from distill_rl.system.files import private_directory
-        from distill_rl.system.processes import FOR_WORKERS, allowed_variables
+        from distill_rl.system.redact import allowed_variables
         from distill_rl.system.signals import signals_blocked
 
         folder = private_directory() / secrets.token_hex(2)
@@ -152,6 +156,22 @@ def _listen(path: "Path") -> socket.socket:
     return sock
 
 
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when the thread that started it ends (Linux; nothing elsewhere).
+
+    Args:
+        parent: process id of the parent. If it has ended already, this process exits at once, with 1.
+        number: the signal.
+    """
+    import ctypes
+    from contextlib import suppress
+
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent not in (os.getppid(), asked_by):
+        os._exit(1)
+
+
 # The launcher.
 
 
@@ -159,7 +179,7 @@ def _launch(folder: str, python: str, arguments: list[str]) -> None:
     """Has a server run `python ARGUMENTS`, passes signals on, and ends as that does; or becomes it."""
     if name := _server_for(arguments):
         if "-c" in arguments:
-            _end_with_parent()
+            end_with(os.getppid())  # `multiprocessing` leaves that to the function that it calls
         server = socket.socket(socket.AF_UNIX)
         try:
             server.connect(os.path.join(folder, name))
@@ -176,13 +196,6 @@ def _launch(folder: str, python: str, arguments: list[str]) -> None:
             os._exit(code[0] if code else 128 + signal.SIGKILL)
         server.close()
     os.execv(python, [python, *arguments])
-
-
-def _end_with_parent() -> None:
-    """What the fork would see to itself: `multiprocessing` leaves it to the function that it calls."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _heard() -> list[int]:
@@ -253,13 +266,11 @@ def _serve(listening: socket.socket) -> None:
     import gc
     import select
 
-    from distill_rl.system.processes import end_with
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     server, variables = os.getpid(), _chosen(dict(os.environ), _READ_ON_IMPORT)
     ray_variables: dict[str, str] | None = None
     while True:
-        if 0 in select.select([listening, 0], (), ())[0]:
+        if 0 in select.select([listening.fileno(), 0], (), ())[0]:
             os._exit(0)
         launcher, _ = listening.accept()
         request, files = _receive(launcher)
@@ -271,8 +282,7 @@ def _serve(listening: socket.socket) -> None:
             _take_environment(request)
             _import(_WITH_RAY)
         gc.freeze()  # or the collector would write to the memory that the forks share
-        is_alone = len(os.listdir("/proc/self/task")) == 1  # a fork has no other threads, but their locks
-        if request and is_alone and own == (ray_variables if is_worker else variables) and not os.fork():
+        if request and _can_fork() and own == (ray_variables if is_worker else variables) and not os.fork():
             end_with(server)
             listening.close()
             _become(launcher, request, files)
@@ -282,9 +292,16 @@ def _serve(listening: socket.socket) -> None:
             os.close(file)
 
 
+def _can_fork() -> bool:
+    """Whether a fork of this process would work: it has neither its other threads, whose locks it would have, nor its CUDA."""
+    files = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    opened = {os.readlink(file) for file in files if os.path.islink(file)}
+    return len(os.listdir("/proc/self/task")) == 1 and opened.isdisjoint(_OPENED_BY_CUDA)
+
+
 def _chosen(environment: dict[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """The variables whose names begin so, without secrets, which are not read on import."""
-    from distill_rl.system.processes import SECRET
+    from distill_rl.system.redact import SECRET
 
     names = (name for name in environment if name.startswith(prefixes) and not SECRET.fullmatch(name))
     return {name: environment[name] for name in names if name != "RAY_JOB_ID"}
@@ -344,8 +361,8 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
         os.setpgid(0, request["group"])
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(request["oom_score"])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(request["oom_score"])
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
@@ -390,10 +407,13 @@ def _run(arguments: list[str], parent: int) -> int:
 
 def _open_streams(*, unbuffered: bool) -> None:
     """Makes Python's standard streams those of the files that this process has now."""
+    import io
+
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "backslashreplace" if name == "stderr" else None
         stream = open(number, mode, errors=errors, closefd=False)
         if mode == "w":
+            assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(line_buffering=name == "stderr" or stream.isatty(), write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -409,7 +429,6 @@ def _use_all_threads() -> None:
 
 def _import_and_serve(driver: int, services: int, workers: int) -> None:
     """Imports and serves: Ray's services in a process of its own, the workers in this one."""
-    from distill_rl.system.processes import end_with
     from distill_rl.system.without_torch import remember_families
 
     if os.getppid() == driver:  # otherwise this is itself a fork

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -23,48 +21,8 @@ from types import FrameType
 from typing import IO, Any, BinaryIO, TypeVar
 
 from distill_rl.errors import WorkerError
-from distill_rl.system import fork_server
-from distill_rl.system.fork_server import LAUNCHER, launcher
+from distill_rl.system.fork_server import LAUNCHER, end_with, launcher
 from distill_rl.system.signals import requests
-
-# What child processes may see of this one's environment.
-
-_ALLOWED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
-    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
-)
-"""The only variables of the driver's environment that its actors see."""
-SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
-"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
-
-# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
-FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
-    names = [name for name in environment if _ALLOWED.fullmatch(name) and not SECRET.fullmatch(name)]
-    return {name: environment[name] for name in names}
-
-
-# A process that ends with its parent, however that ends.
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when the thread that started it ends (Linux; nothing elsewhere).
-
-    Args:
-        parent: process id of the parent. If it has ended already, this process exits at once, with 1.
-        number: the signal.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if parent not in (os.getppid(), fork_server.asked_by):
-        os._exit(1)
-
 
 # A function called in a process of its own, with a deadline.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -54,3 +55,21 @@ def redact(tree: Any, name: str = "") -> Any:
     if secret and tree not in (None, ""):
         return REDACTED
     return in_text(tree) if isinstance(tree, str) else tree
+
+
+# What child processes may see of this one's environment.
+
+_ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
+    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
+    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
+)
+"""The only variables of the driver's environment that its actors see."""
+SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
+"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
+
+
+def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
+    names = [name for name in environment if _ALLOWED.fullmatch(name) and not SECRET.fullmatch(name)]
+    return {name: environment[name] for name in names}

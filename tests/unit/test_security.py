@@ -19,7 +19,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
 from distill_rl.run import run_directory
-from distill_rl.system.processes import allowed_variables
+from distill_rl.system.redact import allowed_variables
 
 PACKAGE = Path(distill_rl.__file__).parent
 NEVER = {

@@ -40,7 +40,7 @@ import psutil
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.system.files import TMP, OwnedFolder, remove_abandoned, write_atomic
 from distill_rl.system.memory import total_bytes
-from distill_rl.system.processes import allowed_variables
+from distill_rl.system.redact import allowed_variables
 from distill_rl.workers.cluster.reaper import end, with_descendants
 
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)

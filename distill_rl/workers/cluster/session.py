@@ -25,8 +25,9 @@ from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.system import fork_server
 from distill_rl.system.files import private_directory
+from distill_rl.system.fork_server import FOR_WORKERS
 from distill_rl.system.memory import object_store_room, object_store_size
-from distill_rl.system.processes import FOR_WORKERS, allowed_variables
+from distill_rl.system.redact import allowed_variables
 from distill_rl.system.signals import signals_blocked
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.hosts import Hosts
@@ -208,6 +209,7 @@ def _local_ray(
 def _joined_ray(address: str) -> Iterator[None]:
     """Joins the Ray cluster at `address` with a namespace of its own, and leaves it when the block ends."""
     # The address is host:port or `auto`.
+    fork_server.end()  # the cluster has its own workers
     access.require_token()
     _require_answer(address)
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import marshal
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.models.classes import examine
 from distill_rl.models.files import read_config
+from distill_rl.system.environment import ROOT
 from distill_rl.system.without_torch import gpu_possible
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
@@ -142,3 +145,37 @@ assert is_torch_available() and LlamaForCausalLM.forward
 """
     done = subprocess.run([sys.executable, "-c", calls], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+FAMILIES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "remember":
+    from distill_rl.system.without_torch import remember_families
+    remember_families()
+from transformers.utils.import_utils import create_import_structure_from_path, __file__ as file
+from pathlib import Path
+found = create_import_structure_from_path(Path(file).parents[1] / "models")
+print(sorted((name, str(sorted(str(sorted(key)) for key in part))) for name, part in found.items()))
+"""
+
+
+def test_families_are_remembered_until_transformers_changes(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+
+    def families(how: str) -> str:
+        command = [sys.executable, "-c", FAMILIES, str(ROOT), how]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    read = families("read")
+    assert families("remember") == read
+    (kept,) = tmp_path.rglob("*.opt-exports.pyc")
+    about, found = marshal.loads(kept.read_bytes())
+    other = found | {"added": {}}
+    kept.write_bytes(marshal.dumps((about, other)))
+    assert "('added', '[]')" in families("remember")
+    kept.write_bytes(marshal.dumps(((about[0], about[1] + 1), other)))
+    assert families("remember") == read
+    kept.write_bytes(b"damaged")
+    assert families("remember") == read
