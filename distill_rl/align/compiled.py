@@ -44,7 +44,10 @@ def _opens_with_space(table, token):  # type: ignore[no-untyped-def]
 @compiled
 def _is_stop(table, token):  # type: ignore[no-untyped-def]
     """Whether a token may end an answer."""
-    return (table.stops == token).any()
+    for stop in table.stops:  # an expression of arrays takes a second to compile
+        if stop == token:
+            return True
+    return False
 
 
 @compiled
@@ -69,8 +72,10 @@ def _merge(left, left_ids, left_places, right, right_ids, right_places, compare,
             j, place = j + 1, stop
             if right_end == left_end:  # both sides end a token here, and so the chunk
                 left_closed, right_closed, count = i + 1, j, count + 1
-    left_chunk[left_closed:] = -1
-    right_chunk[right_closed:] = -1
+    for i in range(left_closed, len(left_chunk)):
+        left_chunk[i] = -1
+    for j in range(right_closed, len(right_chunk)):
+        right_chunk[j] = -1
     return count
 
 
@@ -224,7 +229,9 @@ def _place(table, ids, text, places):  # type: ignore[no-untyped-def]
 def _stops_of_spans(table, ids, starts, ends, spans):  # type: ignore[no-untyped-def]
     """int64 [k + 1]: the bos, and the first stop token between each span's text and the next one's; −1 for none."""
     n = len(ids)
-    stops = np.full(len(spans) + 1, -1)
+    stops = np.empty(len(spans) + 1, np.int64)
+    for i in range(len(stops)):
+        stops[i] = -1
     opening = 0
     while opening < n and (opening == 0 or ends[opening - 1] == starts[opening - 1]):
         if ids[opening] == table.bos:
@@ -403,8 +410,10 @@ def chunk_spans(
         lossy_ends: int64 [min(n, m), 2]: as in `TokenChunks`, written here.
     """
     n, m = len(left_starts), len(right_starts)
-    left_chunk[:] = -1
-    right_chunk[:] = -1
+    for i in range(n):
+        left_chunk[i] = -1
+    for j in range(m):
+        right_chunk[j] = -1
     i = j = count = stretches = 0
     for span in range(len(spans)):
         left_base, left_stop, right_base, right_stop = spans[span]
