@@ -44,7 +44,7 @@ def _opens_with_space(table, token):  # type: ignore[no-untyped-def]
 @compiled
 def _is_stop(table, token):  # type: ignore[no-untyped-def]
     """Whether a token may end an answer."""
-    for stop in table.stops:  # an expression of arrays takes a second to compile
+    for stop in table.stops:  # noqa: SIM110 - an expression of arrays takes a second to compile
         if stop == token:
             return True
     return False

@@ -328,7 +328,7 @@ def vocab_parallel_logprobs(
     targets = checks.rows("target_ids", target_ids, leading)
     frame = RowFrame(student.num_rows, shard, temperature, student.like)
     function = LabelRows(frame, targets, entropy=return_entropy)
-    size = chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
+    size = chunk_size or student.default_chunk(shard.widest, dense=return_entropy, function=function)
     values = student.stream(function, RowPlan([*chunks(student.num_rows, size)]))
     logprobs = values[0].view(target_ids.shape)
     return (logprobs, values[1].view(target_ids.shape)) if return_entropy else logprobs

@@ -71,9 +71,9 @@ FUSED_NORM, FUSED_ROTARY, FUSED_SWIGLU, FUSED_RESIDUAL = (4, 6), (4, 4), (6, 10)
 """The same as one kernel each that reads its inputs and writes its results once."""
 
 # Bytes per bf16 logit.
-KD = 84
-"""Forward 40: centre 2, to fp32 less it 6, clamp 8, maximum 4, difference 8, exponential 8, sum 4. Backward 44: the same 6, clamp 8,
-difference 8, exponential 8, factor 8, gradient to bf16 6."""
+KD = 68
+"""Forward 32: centre 2, to fp32 less it 6, maximum 4, difference 8, exponential 8, sum 4. Backward 36: the same 6, difference 8,
+exponential 8, factor 8, gradient to bf16 6."""
 FUSED_KD = 6
 """Forward reads the logits; backward reads them again and writes the gradient."""
 TOP_K = 44
@@ -83,14 +83,15 @@ TOP_K_KERNEL = 24
 digits of 8 bits and a gathering pass, five readings of 4."""
 FUSED_TOP_K = 2
 
-# Bytes per parameter of the student, fp32 master weights and bf16 compute, on a single shard of FSDP2. One rank alone, which does without it, moves
-# 6 in the place of GATHER and nothing in that of REDUCE.
+# Bytes per parameter of the student, fp32 master weights and bf16 compute.
+COPY = 6
+"""Once per step on one rank: fp32 to bf16."""
 GATHER = 10
-"""Once per step: fp32 to bf16 6, into the gathered parameter 4."""
+"""Once per step on a shard of FSDP2: fp32 to bf16 6, into the gathered parameter 4."""
 FIRST_GRADIENT, MORE_GRADIENT = 6, 10
 """A micro-batch's bf16 gradient becomes the fp32 sum 6, or is added to it 10."""
 REDUCE = 16
-"""Once per step: the fp32 sum into a flat buffer 8, from there into the sharded gradient 8."""
+"""Once per step on a shard of FSDP2: the fp32 sum into a flat buffer 8, from there into the sharded gradient 8."""
 CLIP = 12
 """The norm reads 4, the factor 8."""
 ADAMW = 28
@@ -183,16 +184,22 @@ def teacher_parts(shape: Shape, step: Step, card: Card) -> list[CostPart]:
     ]  # fmt: skip
 
 
-def student_parts(shape: Shape, step: Step, card: Card) -> list[CostPart]:
+def student_parts(shape: Shape, step: Step, card: Card, *, alone: bool) -> list[CostPart]:
     """The parts of the student's step, per token: forward, loss, backward and optimizer.
 
     What happens once per step or per micro-batch is divided by its tokens.
+
+    Args:
+        alone: of a student on one rank, which does without FSDP2.
     """
     forward, loss, backward, optimizer = PHASES[2:]
     per_step = shape.parameters / step.tokens
     more = step.micro_batches - 1
-    # The gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum.
-    first, reduce = (FIRST_GRADIENT, REDUCE) if more else (0, REDUCE - 2)
+    gather, first, reduce = (COPY, FIRST_GRADIENT, 0) if alone else (GATHER, FIRST_GRADIENT, REDUCE)
+    if (
+        not more and not alone
+    ):  # the gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum
+        first, reduce = 0, REDUCE - 2
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
     return [
@@ -200,8 +207,8 @@ def student_parts(shape: Shape, step: Step, card: Card) -> list[CostPart]:
         CostPart(forward, "attention", "layers · 2 · heads · head size · S, causal", shape.attention_flops(step.length),
              card.attention[0]),
         _elementwise(forward, shape, 0),
-        CostPart(forward, "copies", f"weights to bf16: {GATHER} bytes · parameters / tokens per step; ideal 6",
-             bytes=GATHER * per_step, ideal_bytes=6 * per_step),
+        CostPart(forward, "copies", f"weights to bf16: {gather} bytes · parameters / tokens per step; ideal 6",
+             bytes=gather * per_step, ideal_bytes=6 * per_step),
         CostPart(loss, "GEMM", "6 · head parameters", flops=3 * shape.head_flops),
         CostPart(loss, "KD", f"{KD} bytes · columns; ideal {FUSED_KD}",
              bytes=KD * shape.columns, ideal_bytes=FUSED_KD * shape.columns),
@@ -302,7 +309,7 @@ def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp
         sharding = 2 * micro_batches * gathered + cluster.gather(FP32 * shard, dp * tp)
     parts = [
         part if part.kind != "optimizer" else CostPart(part.phase, part.kind, part.formula, bytes=part.bytes / dp)
-        for part in student_parts(Shape.of(model), step, cluster.rates)
+        for part in student_parts(Shape.of(model), step, cluster.rates, alone=dp * tp == 1)
     ]
     return Time(
         _seconds(parts, step, cluster, tp),

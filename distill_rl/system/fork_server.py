@@ -95,7 +95,8 @@ class ForkServer:
         numbers = [sock.fileno() for sock in listening]
         arguments = (f"{folder}/", os.getpid(), *numbers)
         python = os.environ.pop(LAUNCHER, sys.executable)
-        environment = {"OMP_NUM_THREADS": "1", **allowed_variables(os.environ), **FOR_WORKERS}
+        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**allowed_variables(os.environ), **FOR_WORKERS, **one_thread}
         with signals_blocked():
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [python, "-P", "-m", "distill_rl.system.fork_server", *map(str, arguments)],
@@ -209,12 +210,21 @@ def _server_for(arguments: list[str]) -> str:
     option, word = arguments[first : first + 1], "".join(arguments[first + 1 : first + 2])
     if option == ["-m"] and word.startswith("distill_rl"):
         return _WORKERS
-    if option == ["-c"] and "multiprocessing.spawn" in word:
+    if option == ["-c"] and _spawned(word):
         return _WORKERS
     script = "".join(option)
     if "/ray/" not in script or os.path.basename(script) not in _PROGRAMS:
         return ""
     return _WORKERS if script.endswith(_WORKER) else _SERVICES
+
+
+def _spawned(code: str) -> dict[str, int]:
+    """The arguments of `spawn_main` in the code by which `multiprocessing` starts a process; empty if it is another one."""
+    beginning, _, arguments = code.partition("spawn_main(")
+    numbers = {name: number for name, _, number in (each.partition("=") for each in arguments[:-1].split(", "))}
+    if beginning != "from multiprocessing.spawn import spawn_main; " or not all(map(str.isdecimal, numbers.values())):
+        return {}
+    return {name: int(number) for name, number in numbers.items()}
 
 
 def _first(arguments: list[str]) -> int:
@@ -377,6 +387,7 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
 def _run(arguments: list[str], parent: int) -> int:
     """Runs what `python ARGUMENTS` does, and returns its exit code."""
     import runpy
+    from multiprocessing import spawn
     from types import ModuleType
 
     from distill_rl.system import fork_server
@@ -392,8 +403,8 @@ def _run(arguments: list[str], parent: int) -> int:
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         elif option == "-c":
             sys.argv = ["-c", *rest[1:]]
-            main = sys.modules["__main__"] = ModuleType("__main__")
-            exec(rest[0], main.__dict__)
+            sys.modules["__main__"] = ModuleType("__main__")
+            spawn.spawn_main(**_spawned(rest[0]))
         else:
             sys.argv = arguments[first:]
             sys.path.insert(0, os.path.dirname(option))

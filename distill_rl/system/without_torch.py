@@ -8,7 +8,7 @@ of its model families, twice, to find out which names they export.
 
 from __future__ import annotations
 
-import marshal
+import json
 import os
 import sys
 import sysconfig
@@ -95,18 +95,32 @@ def _remembering(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         source = folder / "__init__.py"
         if folder.name != "models" or folder.parent.parent != Path(sysconfig.get_paths()["purelib"]):
             return read(path)
-        file = Path(cache_from_source(str(source), optimization="exports"))
-        about = getattr(sys.modules.get("transformers"), "__version__", None), source.stat().st_mtime_ns
-        with suppress(OSError, ValueError, EOFError, TypeError):
-            known, found = marshal.loads(file.read_bytes())
-            if known == about:
-                return found
+        file = Path(cache_from_source(str(source), optimization="exports")).with_suffix(".json")
+        about = [getattr(sys.modules.get("transformers"), "__version__", None), source.stat().st_mtime_ns]
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            kept = json.loads(file.read_bytes())
+            if kept["about"] == about:
+                return _from_json(kept["exports"])
         found = read(path)
         if not sys.dont_write_bytecode:
             from distill_rl.system.files import write_atomic
 
             with suppress(OSError, ValueError):
-                write_atomic(file, marshal.dumps((about, found)))
+                write_atomic(file, json.dumps({"about": about, "exports": _as_json(found)}).encode())
         return found
 
     return read_once
+
+
+def _as_json(exports: Any) -> Any:
+    """Nested dictionaries, whose keys are words or sets of words, and sets of words, as lists: JSON has no such keys."""
+    if isinstance(exports, dict):
+        return [[_as_json(key), _as_json(value)] for key, value in exports.items()]
+    return exports if isinstance(exports, str) else {"set": sorted(exports), "frozen": isinstance(exports, frozenset)}
+
+
+def _from_json(kept: Any) -> Any:
+    """What `_as_json` was given."""
+    if isinstance(kept, list):
+        return {_from_json(key): _from_json(value) for key, value in kept}
+    return kept if isinstance(kept, str) else (frozenset if kept["frozen"] else set)(kept["set"])

@@ -800,10 +800,10 @@ def test_a_worker_that_no_gpu_can_hold_is_refused(place, refused, monkeypatch):
     from distill_rl import preflight
 
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
-    monkeypatch.setattr(preflight, "gpu_bytes", lambda: (2**20, 2**20))
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: (2**18, 2**18))
     line = refused(place.config("gpu-memory", loss={"kd_weight": 0.0, "ce_weight": 1.0}))
     assert line.startswith("memory: a process of student needs about "), line
-    assert all(word in line for word in ("has 1.0 MiB", "raise parallel.tp", "lower train.micro_batch_size")), line
+    assert all(word in line for word in ("has 0.2 MiB", "raise parallel.tp", "lower train.micro_batch_size")), line
     assert not (place.root / "gpu-memory").exists()
 
 

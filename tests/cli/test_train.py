@@ -98,7 +98,8 @@ def test_memory_is_estimated_as_it_is_measured(straight):
     estimated = {each.worker: each.total / 2**30 for each in sizes(checked.config, checked.facts).memory}
     for worker in ("student", "big"):
         measured = series(straight, f"memory/{worker}")[-1][1]
-        assert 0.93 < estimated[worker] / measured < 1.1, (worker, estimated[worker], measured)
+        # A process that is a fork does not count what it has not touched since.
+        assert 0.93 < estimated[worker] / measured < 1.2, (worker, estimated[worker], measured)
 
 
 def test_environment_of_the_attempt_is_recorded(straight):

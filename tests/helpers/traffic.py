@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
+OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "normal_", "uniform_"}
 """In-place operations that do not read their tensor."""
 MAKING = {"new_zeros", "new_full", "zeros_like", "full_like", "ones_like"}
 """Operations that read only the size of their tensor."""

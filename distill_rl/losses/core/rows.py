@@ -131,6 +131,11 @@ def padded_width(columns: int) -> int:
     return -(-(columns + 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
+def is_copied(logits: Tensor, buffer: Tensor, *, first: bool) -> bool:
+    """Whether a pass copies a chunk before it computes with it: on a CPU, where kernels of two dtypes take longer than that."""
+    return not logits.is_cuda and (first or logits.dtype != buffer.dtype)  # the first pass reads the logits twice
+
+
 class Buffers:
     """Chunk-sized buffers [rows, width], reused for every chunk. The shard's columns are followed by dummy columns.
 
@@ -176,8 +181,7 @@ class Buffers:
             first: whether this is the first pass, which measures the centre of these rows.
         """
         buffer = self.buffer(name, logits.shape[0])
-        # On a CPU, kernels of two dtypes take longer than a copy, and the first pass reads the logits twice.
-        if not logits.is_cuda and (first or logits.dtype != buffer.dtype):
+        if is_copied(logits, buffer, first=first):
             logits = buffer[:, : self.columns].copy_(logits)
         return self.finish(buffer, logits, centre, rows, first=first)
 

@@ -34,7 +34,7 @@ def parts(pair: Pair, step: Step, card: Card) -> list[CostPart]:
 
     What costs less than a hundredth of a microsecond per token on an H200 is not modelled.
     """
-    return [*teacher_parts(pair.teacher, step, card), *student_parts(pair.student, step, card)]
+    return [*teacher_parts(pair.teacher, step, card), *student_parts(pair.student, step, card, alone=True)]
 
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu_model.md"

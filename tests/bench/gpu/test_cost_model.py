@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.core import rows
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.scaling import model as costs
 from distill_rl.scaling.shape import Shape
@@ -42,6 +42,13 @@ def test_counted_bytes_are_what_operations_move() -> None:
     assert counted.total == (64 + 128) + (256 + 128) + 256 + (8 + 16) + (128 + 32 + 128) + 32
 
 
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are not copied first, which is faster on a CPU only."""
+    monkeypatch.setattr(rows, "is_copied", lambda *_, first: False)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
 def test_kd_and_top_k_move_the_bytes_of_the_model() -> None:
     """Within 2 %: numbers per row, and the k entries, are small beside a row of logits."""
     student, teacher, labels = _sides(COLUMNS)
@@ -53,6 +60,7 @@ def test_kd_and_top_k_move_the_bytes_of_the_model() -> None:
     assert kd.total / (ROWS * COLUMNS) == pytest.approx(costs.KD, rel=0.02)
 
 
+@pytest.mark.usefixtures("_as_on_a_gpu")
 def test_the_loss_over_chunks_moves_the_bytes_of_the_same_model() -> None:
     """Within 2 %, as above: chunks add numbers per row only."""
     pair = Pair(
@@ -123,7 +131,7 @@ def _layer_traffic(shape: Shape) -> tuple[float, float]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_step_moves_the_models_bytes_per_parameter(tmp_path: Path, micro_batches: int) -> None:
-    """Weights to bf16, gradients added up and reduced: all that `forward_backward` does per parameter.
+    """Weights to bf16, and gradients added up: all that `forward_backward` does per parameter.
 
     Within 3 %: the sums behind the loss and numbers per row are not in the model.
     """
@@ -137,7 +145,7 @@ def test_a_step_moves_the_models_bytes_per_parameter(tmp_path: Path, micro_batch
             pass
         with Traffic() as counted:
             engines.student.forward_backward(engines.batch, engines.targets)
-        assert any(isinstance(each.grad, DTensor) for each in engines.student.model.parameters())
+        assert all(each.grad is not None for each in engines.student.model.parameters())
     finally:
         close_world(world)
     found = model.parts(Pair(shape, shape), step, H200)

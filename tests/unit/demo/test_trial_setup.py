@@ -70,7 +70,7 @@ def write_config(folder: Path, size: str) -> ModelFacts:
     ("student", "teacher", "gib", "quantizes", "expected"),
     [
         ("1B", "3B", 80, True, rows(8)),
-        ("1B", "8B", 80, True, rows(4)),
+        ("1B", "8B", 80, True, rows(8)),
         ("1B", "3B", 24, True, SMALL),
         ("8B", "14B", 80, True, SMALL),
         ("8B", "14B", 24, True, SMALL | FOUR_BITS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import marshal
 import os
 import subprocess
 import sys
@@ -170,12 +169,12 @@ def test_families_are_remembered_until_transformers_changes(tmp_path: Path) -> N
 
     read = families("read")
     assert families("remember") == read
-    (kept,) = tmp_path.rglob("*.opt-exports.pyc")
-    about, found = marshal.loads(kept.read_bytes())
-    other = found | {"added": {}}
-    kept.write_bytes(marshal.dumps((about, other)))
+    (kept,) = tmp_path.rglob("*.opt-exports.json")
+    about, found = json.loads(kept.read_bytes()).values()
+    other = [*found, ["added", []]]
+    kept.write_text(json.dumps({"about": about, "exports": other}))
     assert "('added', '[]')" in families("remember")
-    kept.write_bytes(marshal.dumps(((about[0], about[1] + 1), other)))
+    kept.write_text(json.dumps({"about": [about[0], about[1] + 1], "exports": other}))
     assert families("remember") == read
     kept.write_bytes(b"damaged")
     assert families("remember") == read

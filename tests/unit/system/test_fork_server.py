@@ -20,11 +20,16 @@ from tests.helpers.command import until
 DEADLINE_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
+@pytest.fixture(scope="module", params=["1", "2", None], ids=["one thread", "two threads", "threads not set"])
+def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     started = ForkServer()
-    with started:
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is None:
+            patch.delenv("OMP_NUM_THREADS", raising=False)
+        else:
+            patch.setenv("OMP_NUM_THREADS", request.param)
+        with started:
+            yield started
 
 
 def where() -> tuple[int, bool, int]:
