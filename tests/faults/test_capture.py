@@ -500,7 +500,7 @@ def _damage(store: Path, part: str) -> Path:
         "header": (shard, shard.read_bytes().index(b'"dtype"') + 1),
         "manifest": (store / "manifest.json", 200),
         "teacher": (store / "teacher" / "config.json", 100),
-    }.get(part, (shard, opened._place(place or "ids")[0]))
+    }.get(part, (shard, opened._tensors[place or "ids"].begin))
     _flip(file, byte)
     return file
 
@@ -599,7 +599,7 @@ def test_every_flipped_bit_of_a_shard_is_found_or_harmless(calm_short, tmp_path)
     content, expected = bytearray(shard.read_bytes()), dict(records(calm_short.store))
     opened, damaged = Shard(shard), tmp_path / shard.name
     draw = random.Random(5)
-    columns = min(opened._place(name)[0] for name in opened.columns)
+    columns = min(opened._tensors[name].begin for name in opened.columns)
     places = [*range(opened._data_start), *draw.sample(range(opened._data_start, len(content)), 300), columns]
     found = 0
     for place in places:
