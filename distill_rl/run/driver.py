@@ -280,7 +280,7 @@ class Driver:
     def following(self, batches: Lookahead[DocumentBatch, PendingBatch], step: int) -> PendingBatch | None:
         """Returns the batch after `step`, unless the student is needed between the two, or may be, or no step is to follow."""
         every = self.config.checkpoint.every, self.config.evaluate.every, suites_every(self.config)
-        is_needed = self._checkpoint_owed or self.pace is not None or any(n > 0 and step % n == 0 for n in every)
+        is_needed = self._checkpoint_owed or self.pace is not None or any(falls_due(n, step) for n in every)
         is_stopping = self.signals.preempted or self.actors.calls.hosts.lost or step >= self.loader.total_steps
         return None if is_needed or is_stopping else batches.next
 
@@ -351,7 +351,7 @@ class Driver:
 
     def due(self, every: int) -> bool:
         """Returns whether the present step is a multiple of `every`; False if that is 0."""
-        return every > 0 and self.state.step % every == 0
+        return falls_due(every, self.state.step)
 
     @property
     def score(self) -> float | None:
@@ -468,6 +468,11 @@ class Driver:
             scores=measured | dict(scores or {}),
             methods=[None if spec is None else spec.method for spec in self.job.cross_tokenizer_specs],
         )
+
+
+def falls_due(every: int, step: int) -> bool:
+    """Returns whether a step is a multiple of `every`; False if that is 0."""
+    return every > 0 and step % every == 0
 
 
 def about(job: Job) -> dict[str, dict[str, str]]:

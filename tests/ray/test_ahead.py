@@ -164,7 +164,7 @@ def run(tmp_path) -> Iterator[Any]:
     return go
 
 
-def test_every_step_is_called_before_the_results_of_the_last_are_read_unless_they_are_needed(run):
+def test_steps_are_called_ahead_unless_something_is_due_between_them(run):
     code, events = run()
     at = {event: place for place, event in enumerate(events)}
     assert code == 0

@@ -139,11 +139,9 @@ class StudentWorker(RankWorker):
             targets.
         """
         batch = rows[sub_batch]
-        due = self._engine.step, self._next_sub_batch
-        if (batch.index, sub_batch) != due:
-            return Retryable(
-                "sub-batch {1} of batch {0} came when {3} of {2} was due".format(batch.index, sub_batch, *due)
-            )
+        due_batch, due = self._engine.step, self._next_sub_batch
+        if (batch.index, sub_batch) != (due_batch, due):
+            return Retryable(f"sub-batch {sub_batch} of batch {batch.index} came when {due} of {due_batch} was due")
         start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
         if isinstance(targets, Retryable):
             return targets
