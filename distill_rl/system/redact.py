@@ -62,7 +62,7 @@ def redact(tree: Any, name: str = "") -> Any:
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
     r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
+    r"|HF_HOME|HF_ENDPOINT|HF_HUB_.*|HF_DATASETS_.*|TRANSFORMERS_.*"
 )
 """The only variables of the driver's environment that its actors see."""
 SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
@@ -71,5 +71,5 @@ SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.I
 
 def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
-    names = [name for name in environment if _ALLOWED.fullmatch(name) and not SECRET.fullmatch(name)]
-    return {name: environment[name] for name in names}
+    allowed = {name: value for name, value in environment.items() if _ALLOWED.fullmatch(name)}
+    return {name: value for name, value in allowed.items() if not SECRET.fullmatch(name) and not _IN_URL.search(value)}

@@ -114,11 +114,13 @@ SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HUGGING_FAC
           "NVIDIA_API_KEY", "VLLM_API_KEY", "RAY_AUTH_TOKEN", "RAY_REDIS_PASSWORD", "DISTILL_RL_TOKEN", "MLFLOW_TRACKING_PASSWORD",
           "SLURM_JWT", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "HTTPS_PROXY")  # fmt: skip
 KEPT = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "TOKENIZERS_PARALLELISM",
-        "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "DISTILL_RL_LOG", "OMP_NUM_THREADS")  # fmt: skip
+        "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_ENDPOINT",
+        "TRANSFORMERS_VERBOSITY", "DISTILL_RL_LOG", "OMP_NUM_THREADS")  # fmt: skip
 
 
 def test_actors_see_allowed_variables_without_secrets() -> None:
     assert set(allowed_variables(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
+    assert not allowed_variables({"HF_ENDPOINT": "https://me:hunter2@mirror"})
 
 
 def test_credentials_are_neither_saved_nor_printed() -> None:
