@@ -51,7 +51,7 @@ def check_chats(
         if teacher.tokenizer is None:
             continue
         if teacher.cross_tokenizer_loss is None:
-            findings.notes += _other_template(teacher, rows, texts)
+            findings.notes += _other_template(teacher, student, rows, texts)
         elif teacher.tokenizer.chat_template:
             of_teacher = [row for row in rows if asked(weights_of(row), i)]
             _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, None, findings)
@@ -96,12 +96,18 @@ def _render_all(
     return texts
 
 
-def _other_template(teacher: OpenedTeacher, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> Iterator[str]:
+def _other_template(
+    teacher: OpenedTeacher, student: OpenedModel, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
+) -> Iterator[str]:
     """Yields a note on a teacher that reads the student's rows, if its own chat template writes them in another way."""
     tokenizer = teacher.tokenizer
     reads = f"{teacher.key}: {teacher.name} reads chats as the student's chat template writes them"
     if tokenizer is None or not tokenizer.chat_template:
         yield f"{reads}; it has no chat template of its own, so it may not know chats"
+        return
+    if all(
+        getattr(tokenizer, name) == getattr(student.tokenizer, name) for name in ("chat_template", "special_tokens_map")
+    ):
         return
     different, example = 0, ""
     for row, text in zip(rows, texts):

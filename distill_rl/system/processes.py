@@ -172,6 +172,10 @@ _INHERITED_VARIABLES = (
 )
 
 
+_SOON_S = 0.5
+"""Seconds in which most answers come."""
+
+
 class ChildEnded(Exception):
     """The process has ended, or its streams are closed."""
 
@@ -278,6 +282,8 @@ class Child:
         """Waits until a poll event occurs on a file descriptor, or it is closed or fails."""
         poll = select.poll()
         poll.register(descriptor, event)
+        if poll.poll(min(hang_s, _SOON_S) * 1000):
+            return
         begin, (used, _) = time.monotonic(), self._activity()
         while not poll.poll(hang_s * 1000):
             now, is_runnable = self._activity()

@@ -3,11 +3,12 @@ reading all of its files.
 
 PyTorch takes two seconds to import, more than all that `check` does, and Transformers imports it with its first
 configuration. There is no setting against that. Besides, every process that imports Transformers reads the two thousand files
-of its model families, twice, to find out which names they export.
+of its model families, twice, to find out which names they export, and the list of files of every installed package.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -34,19 +35,22 @@ def import_transformers_without_torch() -> None:
     """Imports Transformers so that it works without PyTorch, as where that is not installed, until the process ends.
 
     Only for a process that loads no model. Anything else in it may still import torch. Does nothing if torch or
-    Transformers has been imported.
+    Transformers has been imported. Pillow and attrs, which are imported only to recognise their objects, are left out, too.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
+    hidden = [name for name in ("torch", "PIL", "attr") if name not in sys.modules]
     variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # it would advise to install PyTorch
     before = os.environ.get(variable)
     os.environ[variable] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         # It looks for torch once, and remembers the answer.
         import_module("transformers.utils").is_torch_available()
+        import_module("omegaconf")
     finally:
-        del sys.modules["torch"]
+        for name in hidden:
+            del sys.modules[name]
         if before is None:
             del os.environ[variable]
         else:
@@ -54,14 +58,15 @@ def import_transformers_without_torch() -> None:
 
 
 _READER = "transformers.utils.import_utils"
-"""The module that finds out which names the families export."""
+"""The module that finds out which packages there are, and which names the families export."""
 
 
 def remember_families() -> None:
-    """Lets Transformers, once this process imports it, remember which names its model families export, as bytecode is kept.
+    """Lets Transformers, once this process imports it, remember the names that its model families export, and the packages that
+    are installed, as bytecode is kept.
 
-    Where bytecode is not written, or the package is not an installed one, nothing changes. The file is of one version of
-    Transformers.
+    Where bytecode is not written, or the package is not an installed one, nothing changes. What is remembered is of one version
+    of Transformers and of the packages beside it.
     """
     if _READER not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -82,34 +87,51 @@ class _Finder:
 
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
+        find = importlib.metadata.packages_distributions
+        models = Path(self.path).parent.parent / "models" / "__init__.py"
+        if models.parent.parent.parent != Path(sysconfig.get_paths()["purelib"]):
+            return super().exec_module(module)
+        importlib.metadata.packages_distributions = lambda: _kept(Path(self.path), "packages", _installed(), find)
+        try:
+            super().exec_module(module)
+        finally:
+            importlib.metadata.packages_distributions = find
         if read := getattr(module, "create_import_structure_from_path", None):
-            module.create_import_structure_from_path = _remembering(read)  # type: ignore[attr-defined]
+            version = getattr(sys.modules.get("transformers"), "__version__", None)
+
+            def read_once(path: Any) -> Any:
+                if Path(path) not in (models, models.parent):
+                    return read(path)
+                about = [version, models.stat().st_mtime_ns]
+                return _from_json(_kept(models, "exports", about, lambda: _as_json(read(path))))
+
+            module.create_import_structure_from_path = read_once  # type: ignore[attr-defined]
 
 
-def _remembering(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`read`, which for the folder of all families takes what an earlier process has found."""
+def _installed() -> list[Any]:
+    """The names of all folders that describe an installed package, by the entry of `sys.path` in which they are."""
+    found = []
+    for entry in sys.path:
+        with suppress(OSError):
+            names = [path.name for path in Path(entry).iterdir() if path.suffix in (".dist-info", ".egg-info")]
+            found.append([entry, sorted(names)] if names else [])
+    return found
 
-    def read_once(path: Any) -> Any:
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        source = folder / "__init__.py"
-        if folder.name != "models" or folder.parent.parent != Path(sysconfig.get_paths()["purelib"]):
-            return read(path)
-        file = Path(cache_from_source(str(source), optimization="exports")).with_suffix(".json")
-        about = [getattr(sys.modules.get("transformers"), "__version__", None), source.stat().st_mtime_ns]
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            kept = json.loads(file.read_bytes())
-            if kept["about"] == about:
-                return _from_json(kept["exports"])
-        found = read(path)
-        if not sys.dont_write_bytecode:
-            from distill_rl.system.files import write_atomic
 
-            with suppress(OSError, ValueError):
-                write_atomic(file, json.dumps({"about": about, "exports": _as_json(found)}).encode())
-        return found
+def _kept(source: Path, what: str, about: list[Any], find: Callable[[], Any]) -> Any:
+    """What `find` returns, in JSON's types; or what an earlier process has found that was `about` the same."""
+    file = Path(cache_from_source(str(source), optimization=what)).with_suffix(".json")
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(file.read_bytes())
+        if kept["about"] == about:
+            return kept[what]
+    found = find()
+    if not sys.dont_write_bytecode:
+        from distill_rl.system.files import write_atomic
 
-    return read_once
+        with suppress(OSError, ValueError):
+            write_atomic(file, json.dumps({"about": about, what: found}).encode())
+    return found
 
 
 def _as_json(exports: Any) -> Any:

@@ -159,6 +159,40 @@ print(sorted((name, str(sorted(str(sorted(key)) for key in part))) for name, par
 """
 
 
+PACKAGES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from distill_rl.system.without_torch import remember_families
+remember_families()
+import importlib.metadata
+read = importlib.metadata.packages_distributions
+from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found
+assert importlib.metadata.packages_distributions is read
+print(sys.argv[2] in found, {**found, sys.argv[2]: 0} == {**read(), sys.argv[2]: 0})
+"""
+
+
+def test_installed_packages_are_remembered_until_one_is_added(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path / "site")}
+
+    def found(name: str) -> str:
+        command = [sys.executable, "-c", PACKAGES, str(ROOT), name]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert found("new") == "False True"
+    (kept,) = (tmp_path / "cache").rglob("*.opt-packages.json")
+    known = json.loads(kept.read_bytes())
+    kept.write_text(json.dumps({"about": known["about"], "packages": known["packages"] | {"kept": ["kept"]}}))
+    assert found("kept") == "True True"
+    info = tmp_path / "site" / "new-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: new\nVersion: 1\n")
+    (info / "top_level.txt").write_text("new\n")
+    assert found("new") == "True True"
+    assert found("kept") == "False True"
+
+
 def test_families_are_remembered_until_transformers_changes(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
