@@ -228,7 +228,7 @@ def test_a_batch_that_fails_ends_the_run_after_those_before_it(open_pool):
     pending = [opened.pool.submit(each) for each in (batch(0), batch(1, {9: "SPOILS always"}), batch(2))]
     infos = [opened.pool.settle(each) for each in (pending[0], pending[2])]
     assert [info.index for info in infos] == [0, 2]
-    with pytest.raises(WorkerError, match="assembling batch 2 failed; got RuntimeError: this batch cannot"):
+    with pytest.raises(WorkerError, match="aligning batch 2 failed; got RuntimeError: this batch cannot"):
         opened.pool.settle(pending[1])
 
 

@@ -37,8 +37,8 @@ class AlignerUse:
 class AlignerWorker(Worker):
     """Tokenises documents, aligns them with teachers of another tokenizer, and lays them out in rows.
 
-    `align` does the documents of a part of a batch, `assemble` the rows of the batch from all of its parts. Its only
-    state is tokenizers, so any aligner gives the same.
+    `align` does the documents of a part of a batch, `assemble` the rows of the batch from all of its parts, `build` both for
+    a batch that has no parts. Its only state is tokenizers, so any aligner gives the same.
 
     Args:
         config: the run's settings.
@@ -112,6 +112,18 @@ class AlignerWorker(Worker):
         info, student, teachers = self._builder.assemble(index, cursor, parts)
         self._gauges.add("aligner_rows", info.num_rows)
         return replace(info, peak_gib=peak_gib()), *student, *(rank for teacher in teachers for rank in teacher)
+
+    def build(
+        self, index: int, cursor: Cursor, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()
+    ) -> tuple[Any, ...]:
+        """`align` for all documents of a batch, then `assemble`; the arguments are theirs. Needs `start`.
+
+        Returns:
+            What `assemble` returns, with the time of both.
+        """
+        use, aligned = self.align(documents, skip)
+        info, *rows = self.assemble(index, cursor, aligned)
+        return replace(info, seconds=info.seconds + use.seconds), *rows
 
     def try_row(self, document: Mapping[str, Any]) -> None:
         """Builds a batch of this document alone and discards it, to test whether it makes `align` or `assemble` fail.

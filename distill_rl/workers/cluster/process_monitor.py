@@ -26,7 +26,8 @@ from distill_rl.observe.log import printable
 from distill_rl.workers.actors.rank import Process
 
 GONE = "gone"
-_UPDATE_EVERY_S = 1.0
+_UPDATE_EVERY_S = 2.5
+"""Most seconds between two updates, which are also at most a quarter of `faults.stopped_s`."""
 _STALE_AFTER_S = 10.0
 """After so long without an update this process was stopped itself, so earlier observations do not count."""
 _STACKS_WITHIN_S = 3.0
@@ -120,11 +121,11 @@ class ProcessMonitor:
         That is for `faults.stopped_s` seconds, counted from the first update that saw them stopped; a warning is
         logged.
 
-        Does nothing within a second of the last update. Never waits for other nodes; their states arrive with a later
+        Does nothing soon after the last update. Never waits for other nodes; their states arrive with a later
         update.
         """
         now = time.monotonic()
-        if now - self._updated_at < _UPDATE_EVERY_S:
+        if now - self._updated_at < min(_UPDATE_EVERY_S, self._config.stopped_s / 4):
             return
         if now - self._updated_at > _STALE_AFTER_S:
             self._stopped_since.clear()

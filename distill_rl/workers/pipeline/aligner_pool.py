@@ -1,8 +1,9 @@
 """The aligner actors as one pool: all of them work on one batch, results keep their order, and no row ends a run.
 
 A batch is cut into contiguous parts of about as much text, one per aligner (`cut`). Each part is one
-call, `align`; once all parts of a batch are aligned, one more call lays out its rows, `assemble`. Which aligner makes a
-call depends on the load, but its result does not, so that a batch has the same rows for any number of aligners.
+call, `align`; once all parts of a batch are aligned, one more call lays out its rows, `assemble`. A batch of one part takes one
+call, `build`, which does both. Which aligner makes a call depends on the load, but its result does not, so that a batch has the
+same rows for any number of aligners.
 
 An aligner has one call at a time, and the others wait here, earlier batches first. So a call's deadline counts from when
 it was made, and an aligner that dies or hangs takes nothing with it but its call:
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _AlignerTask:
-    """Work on a batch that one call of an aligner does: `align` for a part of the batch, or `assemble` for all of it."""
+    """Work on a batch that one call of an aligner does: `align` for a part of the batch, or `assemble` or `build` for all of it."""
 
     batch: _Alignment
     documents: Sequence[Mapping[str, Any]]
@@ -65,18 +66,20 @@ class _AlignerTask:
     @property
     def what(self) -> str:
         """For messages."""
-        return f"{'aligning' if self.is_part else 'assembling'} batch {self.batch.pending.documents.index + 1}"
+        is_aligned = self.batch.parts and not self.is_part
+        return f"{'assembling' if is_aligned else 'aligning'} batch {self.batch.pending.documents.index + 1}"
 
 
 class _Alignment:
-    """The work on a batch that is to be aligned, in as many parts as `parts` has slices of its documents."""
+    """The work on a batch that is to be aligned, in as many parts as `parts` has slices of its documents, if these are several."""
 
     def __init__(self, pending: PendingBatch, order: int, parts: Sequence[slice]):
         documents = pending.documents.documents
         self.pending, self.order, self.closed = pending, order, False
         """`order` counts batches as they are submitted; `closed` is True once the batch is aligned or has failed."""
-        self.parts = [_AlignerTask(self, documents[part], is_part=True) for part in parts]
-        self.assembly: _AlignerTask | None = _AlignerTask(self, documents, is_part=False)
+        several = parts if len(parts) > 1 else ()
+        self.parts = [_AlignerTask(self, documents[part], is_part=True) for part in several]
+        self.whole = _AlignerTask(self, documents, is_part=False)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class AlignerPool:
         alignment = _Alignment(pending, self._submitted, cut(batch.documents, len(self._group.actors)))
         self._submitted += 1
         self._unfinished.append(alignment)
-        self._tasks += alignment.parts
+        self._tasks += alignment.parts or [alignment.whole]
         self._hand_out()
         return pending
 
@@ -215,10 +218,13 @@ class AlignerPool:
         if task.is_part:
             skip = self.bad_rows.of(batch.source, task.documents)
             results = actor.align.options(num_returns=2).remote(task.documents, skip)
-        else:
-            parts = [part.aligned for part in task.batch.parts]
+        elif parts := [part.aligned for part in task.batch.parts]:
             assemble = actor.assemble.options(num_returns=1 + self.num_ranks)
             results = assemble.remote(batch.index, batch.cursor, *parts)
+        else:
+            skip = self.bad_rows.of(batch.source, task.documents)
+            build = actor.build.options(num_returns=1 + self.num_ranks)
+            results = build.remote(batch.index, batch.cursor, task.documents, skip)
         self._running[rank] = _Call(task, results, time.monotonic())
 
     def _take_in(self, rank: int, call: _Call, *, ended: bool) -> None:
@@ -240,8 +246,8 @@ class AlignerPool:
             self._finish(alignment.pending, info, call.results[1:])
             return
         task.use, task.aligned = read, call.results[1]
-        if alignment.assembly is not None and all(part.aligned is not None for part in alignment.parts):
-            self._call(rank, alignment.assembly)  # before any other task, and where the last part is already
+        if alignment.parts and all(part.aligned is not None for part in alignment.parts):
+            self._call(rank, alignment.whole)  # before any other task, and where the last part is already
 
     def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
         """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module."""
@@ -258,7 +264,7 @@ class AlignerPool:
             elif task.failures == 2:
                 log.warning("%s failed twice; its rows are tried one by one", task.what)
                 self._find_bad_rows(rank, task.batch.pending.documents.source, task.documents)
-                again = [task] if task.is_part else task.batch.parts
+                again = [task] if task.is_part else task.batch.parts or [task]
                 for part in again:
                     part.aligned = None
                 self._tasks += again
@@ -307,7 +313,7 @@ class AlignerPool:
         if alignment.closed:
             return
         alignment.closed, alignment.pending.error = True, error
-        alignment.parts, alignment.assembly = [], None  # tasks refer to it: the circle would live until Python finds it
+        del alignment.parts[:], alignment.whole  # tasks refer to it: the circle would live until Python finds it
         self._unfinished.remove(alignment)
         self._tasks = [task for task in self._tasks if task.batch is not alignment]
 
@@ -339,10 +345,10 @@ class AlignerPool:
     def _build_once(self, pending: PendingBatch) -> None:
         """Aligns a batch in this process, without rows that are known to be bad; raises what the aligner raises."""
         batch = pending.documents
-        use, aligned = self.local.align(batch.documents, self.bad_rows.of(batch.source, batch.documents))
-        info, *rows = self.local.assemble(batch.index, batch.cursor, aligned)
+        skip = self.bad_rows.of(batch.source, batch.documents)
+        info, *rows = self.local.build(batch.index, batch.cursor, batch.documents, skip)
         self._calls.hosts.require()  # without its raylet `ray.put` would end this process
-        self._finish(pending, _total(info, [use]), [ray.put(of_rank) for of_rank in rows])
+        self._finish(pending, info, [ray.put(of_rank) for of_rank in rows])
 
 
 def _total(info: BatchInfo, uses: Sequence[AlignerUse]) -> BatchInfo:

@@ -79,10 +79,10 @@ def test_process_stopped_for_too_long_is_killed(worker, local_ray, monkeypatch, 
     monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: NodeMonitor().states({"it": worker}) == {"it": "stopped"}, "the stop")
-    for _ in range(5):
-        update_after(1.1, monitor, monkeypatch)
+    for _ in range(4):
+        update_after(1.3, monitor, monkeypatch)
     assert NodeMonitor().states({"it": worker}) == {"it": "stopped"}
-    update_after(1.1, monitor, monkeypatch)
+    update_after(1.3, monitor, monkeypatch)
     monkeypatch.undo()
     until(lambda: NodeMonitor().states({"it": worker}) == {"it": "gone"}, "the end")
     assert monitor.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
@@ -93,7 +93,7 @@ def test_driver_that_was_stopped_itself_kills_nothing(worker, local_ray, monkeyp
     monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: NodeMonitor().states({"it": worker}) == {"it": "stopped"}, "the stop")
-    update_after(1.1, monitor, monkeypatch)
+    update_after(1.3, monitor, monkeypatch)
     update_after(3600.0, monitor, monkeypatch)
     assert NodeMonitor().states({"it": worker}) == {"it": "stopped"}
     assert monitor.fate("student-dp0-tp0") == ""
