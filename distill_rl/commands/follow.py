@@ -72,7 +72,7 @@ class _KnownState:
         self.log, self.metrics = _Tail(run / "logs" / "latest" / "driver.log"), _Tail(run / "metrics.jsonl")
         self.lines = list(self.log.lines())
         records = [json.loads(line) for line in self.metrics.lines()]
-        self.total = _total(self.lines)
+        self.total = _total(self.lines) or _total_before(run)
         self.step = records[-1]["step"] if records else 0
         self.step_text = f"{self.step:,} of {self.total or 'an unknown number'}{_left(records, self.step, self.total)}"
 
@@ -93,6 +93,13 @@ def _total(lines: list[str]) -> int | None:
     """The steps of the whole run, by the last line of the log that tells them."""
     found = [match[1] for line in lines if (match := _STEPS.search(line))]
     return int(found[-1].replace(",", "")) if found else None
+
+
+def _total_before(run: Path) -> int | None:
+    """The steps of the whole run by the logs of earlier attempts: the last one may have ended before it knew them."""
+    logs = {log.stat().st_mtime_ns: log for log in (run / "logs").glob("attempt_*/driver.log")}
+    totals = (_total(list(_Tail(logs[time_ns]).lines())) for time_ns in sorted(logs, reverse=True))
+    return next(filter(None, totals), None)
 
 
 def _left(records: list[dict[str, float]], step: int, total: int | None) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def test_a_run_that_was_killed_and_one_that_has_finished_are_told_apart(straight
     finished = distill_rl("follow", straight)
     assert finished.code == 0
     assert finished.out.splitlines()[:2] == ["state     finished", "step      8 of 8"]
+    refused = shutil.copytree(straight, tmp_path / "refused", symlinks=True)
+    (refused / "logs" / "attempt_99").mkdir()
+    (refused / "logs" / "attempt_99" / "driver.log").write_text("refused before its first step\n")
+    (refused / "logs" / "latest").unlink()
+    (refused / "logs" / "latest").symlink_to("attempt_99")
+    assert distill_rl("follow", refused).out.splitlines()[1] == "step      8 of 8"
     killed = tmp_path / "killed"
     (killed / "logs").mkdir(parents=True)
     (killed / "logs" / "latest").symlink_to(straight / "logs" / "latest")
