@@ -14,7 +14,6 @@ The logits are streamed as in the losses: no more than a chunk ever exists in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,9 +171,6 @@ class _AgreementRows(RowFunction):
         self.acceptance[rows].clamp_max_(1)
         self.acceptance_low[rows].clamp_max_(1)
         self.top1[rows].masked_fill_(self.acceptance[rows].isnan(), torch.nan)
-
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        raise NotImplementedError("a measurement, not a loss")
 
 
 class _DenseAgreement(_AgreementRows):

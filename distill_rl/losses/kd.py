@@ -373,7 +373,8 @@ def _checked(
     checks.at_least_one("chunk_size", chunk_size)
     found = resolve(divergence, beta)
     checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.in_unit_interval("kd_ratio", kd_ratio)
+    if not 0 <= kd_ratio <= 1:
+        raise ValueError(f"kd_ratio: must lie in [0, 1]; got {kd_ratio!r}")
     return found
 
 

@@ -115,17 +115,8 @@ def load_model(
     if student is not None and adapted:
         adapters.inject(model, student)
     found = tensors_in_files(model, files)
-    taken = parallelize(
-        model,
-        world.mesh,
-        family=family,
-        fsdp=student is not None,
-        activation_checkpointing=student is not None and student.activation_checkpointing,
-        activation_offload=student is not None and student.activation_offload and world.device.type == "cuda",
-        compute_dtype=compute_dtype,
-        compile=student is not None and student.compile,
-        quantization=quantization,
-    )
+    offload = student is not None and student.activation_offload and world.device.type == "cuda"
+    taken = parallelize(model, world.mesh, settings, offload=offload)
     if quantization is not None and not taken:
         rule = f"no weight of this {family.name} can be held in {quantization}"
         raise ConfigError(f"{key}.quantization", rule, path, "leave it out")
@@ -157,7 +148,7 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     model = skeleton(config, dtype=dtype, attention=with_masks(config).implementation)
     check_plan(model, world)
     found = tensors_in_files(model, files)
-    parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
+    parallelize(model, world.mesh, None)
     _fill(model, files, found, world)
     model.config.use_cache = True
     model.get_output_embeddings().register_forward_hook(

@@ -37,12 +37,15 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from distill_rl.config.quantization import AS_STORED
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.adapters import ADAPTER, WEIGHTS, is_adapted
-from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
+from distill_rl.models.families import Family, decoder_layers, family_of, tensor_parallel_problems
 from distill_rl.models.forward import inner_model
-from distill_rl.models.quantization import Format, Taken, take_out
+from distill_rl.models.quantization import Taken, take_out
+from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
@@ -142,30 +145,21 @@ class TransposedLinear(ParallelStyle):
 
 
 def parallelize(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    family: Family,
-    fsdp: bool,
-    activation_checkpointing: bool = False,
-    activation_offload: bool = False,
-    compute_dtype: torch.dtype,
-    compile: bool = False,
-    quantization: Format | None = None,
+    model: PreTrainedModel, mesh: DeviceMesh, settings: StudentConfig | TeacherConfig | None, *, offload: bool = False
 ) -> list[Taken]:
     """Shards `model` (usually on the meta device) in place over the mesh of a `World`.
 
-    With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
-    gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
+    A student is sharded over the data-parallel ranks, by FSDP2 or on one rank by its rule of dtypes: the parameters keep
+    their dtype (the master weights), the layers compute in the student's, and gradients are summed in fp32 over the ranks,
+    not averaged: the loss divides by the global count. Of any other model these ranks are replicas.
 
     Args:
         mesh: its tensor-parallel dimension splits the model by the family's plan, if it has more than one rank.
-        fsdp: shard over the data-parallel ranks; otherwise they are replicas. On one rank, follow FSDP2's rule of dtypes.
-        activation_offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The
-            model must be on a GPU when it runs.
-        compute_dtype: used only with `fsdp`.
-        compile: compile every decoder layer; with tensor parallelism anew for each width of the rows.
-        quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
+        settings: of the model; None: nothing but tensor parallelism. With `compile` every decoder layer is compiled; with
+            tensor parallelism anew for each width of the rows. With `quantization`, of the frozen weights of its decoder
+            layers, the model must be on the meta device.
+        offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The model must be on a
+            GPU when it runs.
 
     Returns:
         The weights that were taken out to be quantised (`quantization.take_out`). Data-parallel ranks all have the same.
@@ -173,25 +167,27 @@ def parallelize(
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
     """
-    if activation_checkpointing:
+    family, student = family_of(model.config), settings if isinstance(settings, StudentConfig) else None
+    if student is not None and student.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"model family {family.name}", "has no activation checkpointing", remedy="switch it off")
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        if activation_offload:
+        if offload:
             for layer in decoder_layers(model):
                 layer._gradient_checkpointing_func = checkpoint_on_host  # type: ignore[assignment]
     if mesh[TP].size() > 1:
         split(model, mesh[TP], family)
-    if compile:
+    if student is not None and student.compile:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROGRAMS)
         for layer in decoder_layers(model):
             # torch cannot trace DTensors whose sizes are symbols, so there each width of the rows has its own program.
             layer.compile(dynamic=False if mesh[TP].size() > 1 else None)
-    taken = [] if quantization is None else take_out(model, quantization)
-    if fsdp and mesh.size() == 1:
-        ComputeCopies.attach(model, compute_dtype)
-    elif fsdp:
-        shard(model, data_mesh(mesh), compute_dtype)
+    quantization = None if settings is None else settings.quantization
+    taken = [] if quantization is None or quantization == AS_STORED else take_out(model, quantization)
+    if student is not None and mesh.size() == 1:
+        ComputeCopies.attach(model, DTYPES[student.dtype])
+    elif student is not None:
+        shard(model, data_mesh(mesh), DTYPES[student.dtype])
     return taken
 
 
@@ -456,7 +452,7 @@ class GradientReduction:
     prefetch a unit that the next backward does not need.
 
     Args:
-        model: the student, after `parallelize` with `fsdp`.
+        model: the student, after `parallelize`.
         mesh: as for `shard`.
         once: reduce once per step, not in every backward.
     """

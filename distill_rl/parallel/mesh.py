@@ -77,11 +77,6 @@ class World:
         return self.mesh if self.tp > 1 else data_mesh(self.mesh)
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The dp · sp ranks that hold the same tensor-parallel part and see other tokens."""
-        return self.mesh.get_group(DP)
-
-    @property
     def tp_group(self) -> dist.ProcessGroup:
         """The ranks that hold the parts of one copy of the model and see the same tokens."""
         return self.mesh.get_group(TP)

@@ -34,23 +34,6 @@ Target = Wire
 """A teacher's targets for one micro-batch, as they arrive."""
 
 
-@dataclass(frozen=True)
-class TeacherHead(OutputLayer):
-    """Computes logits from a teacher's hidden states, for the columns that this rank compares.
-
-    The bias is −inf in columns that stand for no token.
-    """
-
-    def attach(self, states: HiddenStates) -> TeacherHidden:
-        """Returns a target that joins hidden states with this output layer; its logits are not computed here.
-
-        The loss computes them a chunk at a time.
-        """
-        return TeacherHidden(
-            states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class CrossTokenizer:
     """How a student is compared with a teacher of another tokenizer."""
@@ -72,50 +55,23 @@ class ComparedTeacher:
     settings: TeacherConfig
     cross: CrossTokenizer | None = None
     """None: it has the student's tokenizer."""
-    head: TeacherHead | None = None
-    """None: it does not send hidden states."""
+    head: OutputLayer | None = None
+    """For the columns that this rank compares; the bias is −inf in those that stand for no token. None: it does not send
+    hidden states."""
 
     def with_head(self, target: Target) -> Teacher:
-        """Joins hidden states with the output layer; other targets are returned as they are.
+        """Joins hidden states with the output layer; other targets are returned as they are. No logits are computed here.
 
         Raises:
             ValueError: hidden states without an output layer.
         """
         if not isinstance(target, HiddenStates):
             return target
-        if self.head is None:
+        head = self.head
+        if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`head`); got None")
-        return self.head.attach(target)
-
-
-def open_teachers(
-    teachers: Sequence[TeacherConfig],
-    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
-    world: World,
-    *,
-    learnable: bool,
-    columns: int,
-    tokens: int,
-) -> list[ComparedTeacher]:
-    """Opens the projections and output layers of all teachers.
-
-    Args:
-        cross_tokenizer_specs: per teacher, None if its tokenizer is the student's; empty if all are.
-        learnable, columns, tokens: as for `open_projection` and `open_head`.
-
-    Raises:
-        ConfigError: a model or tokenizer that cannot be read.
-        ValueError: a missing or damaged projection.
-    """
-    specs = tuple(cross_tokenizer_specs) or (None,) * len(teachers)
-    return [
-        ComparedTeacher(
-            teacher,
-            None if spec is None else open_projection(spec, world, learnable=learnable),
-            open_head(teacher, spec, world, columns=columns, tokens=tokens),
-        )
-        for teacher, spec in zip(teachers, specs, strict=True)
-    ]
+        label = target.label_logprob
+        return TeacherHidden(target.hidden, head.weight, head.softcap, head.scale, label_logprob=label, bias=head.bias)
 
 
 def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) -> CrossTokenizer:
@@ -154,7 +110,7 @@ def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) 
 
 def open_head(
     teacher: TeacherConfig, spec: CrossTokenizerSpec | None, world: World, *, columns: int, tokens: int
-) -> TeacherHead | None:
+) -> OutputLayer | None:
     """Reads a teacher's output layer onto this rank's device; None for a teacher that does not send hidden states.
 
     If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits.
@@ -188,7 +144,7 @@ def open_head(
     # A CPU computes in fp32; converting once saves converting for every micro-batch.
     dtype = weight.dtype if world.device.type == "cuda" else accumulator(weight.dtype)
     bias = None if bias is None else bias.to(world.device, dtype)
-    return TeacherHead(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)
+    return OutputLayer(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)
 
 
 def save_learned(

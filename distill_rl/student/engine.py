@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from distill_rl.config.measured import is_validated
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.losses import StudentHidden
+from distill_rl.losses.targets import with_each_tensor
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
@@ -45,7 +46,14 @@ from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.compared import Target, complete_gradient, open_teachers, save_learned
+from distill_rl.student.compared import (
+    ComparedTeacher,
+    Target,
+    complete_gradient,
+    open_head,
+    open_projection,
+    save_learned,
+)
 from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
 from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
 from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
@@ -110,14 +118,15 @@ class StudentEngine:
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
-        teachers = open_teachers(
-            config.running_teachers,
-            cross_tokenizer_specs,
-            world,
-            learnable=config.projection.learnable,
-            columns=self.model.config.vocab_size,
-            tokens=vocabulary_size,
-        )
+        specs = self.cross_tokenizer_specs or (None,) * len(config.running_teachers)
+        teachers = [
+            ComparedTeacher(
+                teacher,
+                None if spec is None else open_projection(spec, world, learnable=config.projection.learnable),
+                open_head(teacher, spec, world, columns=self.model.config.vocab_size, tokens=vocabulary_size),
+            )
+            for teacher, spec in zip(config.running_teachers, specs, strict=True)
+        ]
         self.objective = Objective(config.loss, teachers)
         self.routers = RouterBalance(self.model, config.loss.router_weight, world)
         self.kd_scale = 1.0
@@ -186,7 +195,7 @@ class StudentEngine:
         self._losses.add(sums, blend, batch.num_labels)
         if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
             self.kd_scale = ce_over_kd(sums, self.world)
-        metrics = self._metrics("train", batch, sums, blend)
+        metrics = sums.metrics("train", self.objective, blend, batch) if self.world.reports else {}
         if metrics:
             compared = self.objective.num_compared(batch.num_labels, batch.teachers)
             metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
@@ -250,7 +259,7 @@ class StudentEngine:
         finally:
             reshard(self.model)
             self.model.train()
-        report = self._metrics("validation", batch, sums, blend)
+        report = sums.metrics("validation", self.objective, blend, batch) if self.world.reports else {}
         return {name: metric for name, metric in report.items() if is_validated(name) or "/taught/" in name}
 
     @gpu_phase("checkpoint copy")
@@ -390,7 +399,7 @@ class StudentEngine:
                 of_target = part_of_rows(of_target, num_rows, part)
             return tensor_to_device(of_target, self.world.device)
 
-        here = [target and _each(target, own_part) for target in targets]
+        here = [target and with_each_tensor(target, own_part) for target in targets]
         batch = ComparedRows(
             to_device(own, self.world.device),
             num_labels,
@@ -429,13 +438,6 @@ class StudentEngine:
     def _with_teachers(self, batch: RankBatch) -> RankBatch:
         return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
 
-    def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
-        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`."""
-        # The result is `{}` on a rank that does not report.
-        if not self.world.reports:
-            return {}
-        return sums.metrics(prefix, self.objective, blend, batch)
-
     def _begin_step(self) -> None:
         """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""
         self._losses = StepLosses(self.world, len(self.objective.teachers))
@@ -452,12 +454,3 @@ class StudentEngine:
         """Seeds torch from run.seed, the step and the rank in the data dimension."""
         # The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))
-
-
-def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:
-    changed: dict[str, Any] = {}
-    for field in fields(target):
-        value = getattr(target, field.name)
-        if isinstance(value, Tensor):
-            changed[field.name] = change(value)
-    return replace(target, **changed)

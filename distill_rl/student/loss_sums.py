@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.observe.metrics import Metric
-from distill_rl.parallel.mesh import World
+from distill_rl.parallel.mesh import DP, World
 from distill_rl.student.compared import ComparedTeacher
 from distill_rl.student.objective import SUMS, Blend, Objective, ObjectiveOutput
 from distill_rl.types import IGNORE_INDEX, RankBatch
@@ -226,6 +226,6 @@ def ce_over_kd(sums: LossSums, world: World) -> float:
     Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
     """
     total = sums.sums[:2].clone()
-    dist.all_reduce(total, group=world.dp_group)
+    dist.all_reduce(total, group=world.mesh.get_group(DP))  # the ranks that see other tokens
     kd, ce = total.tolist()
     return ce / kd if kd > 0 else 1.0

@@ -391,13 +391,10 @@ class TeacherTerm:
             self.cross.fixed(),
             method=self.cross.method,
             labels=batch.labels,
-            top_k=config.top_k,
-            chunk_average=config.chunk_average,
-            uncommon_top_k=config.uncommon_top_k,
             relaxed=config.gold_relaxed,
             tau=config.alm_tau,
             reduction="sum" if weights is None else "none",
-            **_settings(config),
+            **_settings(config, "top_k", "chunk_average", "uncommon_top_k"),
         )
         every, one_to_one = self.chunks.weighted or (self.chunks.num_chunks, self.chunks.num_one_to_one)
         num_chunks = one_to_one if self.cross.method == "strict" else every
@@ -456,9 +453,9 @@ def token_term(
     return Term(output.loss * (factor / batch.denominator), kd_sum, output.ce_loss, output.teacher_mass)
 
 
-def _settings(config: LossConfig) -> dict[str, Any]:
-    """The keywords that comparisons by tokens and by chunks have in common."""
-    found = {name: getattr(config, name) for name in ("divergence", "beta", "temperature", "tail")}
+def _settings(config: LossConfig, *further: str) -> dict[str, Any]:
+    """The keywords that comparisons by tokens and by chunks have in common, and those of `further` names."""
+    found = {name: getattr(config, name) for name in ("divergence", "beta", "temperature", "tail", *further)}
     return found | {"backend": None if config.backend == "auto" else config.backend}
 
 

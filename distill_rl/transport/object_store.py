@@ -22,14 +22,14 @@ from ray._private.worker import global_worker
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, Transport, describe
 from distill_rl.transport.ring import unwritten
 
 _ray: Any = global_worker
 """This process's part of Ray. It has no public way to make a reference to an object that another process keeps alive."""
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(Transport):
     """Keeps each slot's last object alive until the slot is written again.
 
     Args:
@@ -52,9 +52,6 @@ class ObjectStoreTransport:
     def open(self, offer: Offer) -> Receipt:
         """Returns a receipt. Nothing is opened or checked."""
         return Receipt(offer.reader)
-
-    def accept(self, receipt: Receipt) -> None:
-        pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Puts the tensors into the object store, copied to host memory, and returns a handle with its location.

@@ -20,7 +20,7 @@ the slots are stored.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, Transport, describe
 
 ALIGNMENT = 256
 """Offsets of tensors in a slot are multiples of this, which is more than any dtype or vector load needs."""
@@ -225,7 +225,7 @@ W = TypeVar("W", bound=WrittenRing)
 R = TypeVar("R", bound=OpenedRing)
 
 
-class RingTransport(ABC, Generic[W, R]):
+class RingTransport(Transport, Generic[W, R]):
     """A transport whose slots are memory that is written again and again: everything except the memory itself.
 
     Args:
@@ -234,8 +234,6 @@ class RingTransport(ABC, Generic[W, R]):
         node_id: node of this process; offers from other nodes are refused.
         device: where the slots are, `"cpu"` or the UUID of a GPU.
     """
-
-    name: str
 
     def __init__(self, written: W | None, source: str, node_id: str, device: str = "cpu"):
         self._written, self._source, self._node_id, self._device_name = written, source, node_id, device
@@ -272,9 +270,6 @@ class RingTransport(ABC, Generic[W, R]):
         check_offer(offer, self.name, self._node_id)
         self._opened[offer.source] = self._attach(offer)
         return Receipt(offer.reader)
-
-    def accept(self, receipt: Receipt) -> None:
-        pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Copies the tensors into the slot, marks it with the slot's generation, and returns a handle on it.

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.schema import StudentConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, forward
+from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files import read_config, read_tokenizer
 from distill_rl.models.parallelize import parallelize, tie_again
@@ -91,8 +92,7 @@ def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
     world = in_world(dp, tp)
     config = read_config(path)
     model = skeleton(config, dtype=torch.float32, attention="sdpa")
-    family = families.family_of(config)
-    parallelize(model, world.mesh, family=family, fsdp=True, compute_dtype=torch.float32)
+    parallelize(model, world.mesh, StudentConfig(model=path, dtype="fp32"))
     files = WeightFiles(Path(path))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")

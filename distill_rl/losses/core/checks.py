@@ -37,11 +37,6 @@ def backend(value: str | None) -> None:
         raise ValueError(f"backend: must be eager, triton or None; got {value!r}")
 
 
-def in_unit_interval(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}: must lie in [0, 1]; got {value!r}")
-
-
 def positive(name: str, value: float) -> None:
     """Requires one positive, finite number, or a tensor of one; a GPU's is read, which waits for it."""
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -116,7 +111,6 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range."""
     ids, logprobs = teacher.ids, teacher.logprobs
-    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows:
         raise ValueError(f"teacher.ids: must be [N, k] with N = {num_rows} rows; got {list(ids.shape)}")
     if logprobs.shape != ids.shape or not logprobs.is_floating_point():
@@ -124,10 +118,9 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
             f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; "
             f"got {logprobs.dtype} {list(logprobs.shape)}"
         )
-    _one_per_row("rest_logprob", teacher.rest_logprob, num_rows)
+    _beside_entries(ids, teacher.temperature, temperature, "rest_logprob", teacher.rest_logprob)
     if not 1 <= ids.shape[1] <= vocabulary:
         raise ValueError(f"teacher.ids: k must lie in [1, {vocabulary}], the vocabulary; got {ids.shape[1]}")
-    _same_temperature(teacher.temperature, temperature)
     if looked_at(validate, ids) and ids.numel():
         _distinct_ids(ids, vocabulary)
         if bool((logprobs[ids < 0] > -torch.inf).any()):
@@ -166,7 +159,6 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires draws that fit the student: dtypes, shapes, temperature, distinct ids in range, and counts beside them."""
     ids, counts = teacher.ids, teacher.counts
-    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows or not ids.shape[1]:
         raise ValueError(f"teacher.ids: must be [N, m] with N = {num_rows} rows and m >= 1; got {list(ids.shape)}")
     if counts.shape != ids.shape or counts.is_floating_point() or counts.dtype == torch.bool:
@@ -174,25 +166,19 @@ def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature:
             f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; "
             f"got {counts.dtype} {list(counts.shape)}"
         )
-    _one_per_row("mean_logprob", teacher.mean_logprob, num_rows)
-    _same_temperature(teacher.temperature, temperature)
+    _beside_entries(ids, teacher.temperature, temperature, "mean_logprob", teacher.mean_logprob)
     if looked_at(validate, ids) and ids.numel():
         if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
             raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
         _distinct_ids(ids, vocabulary)
 
 
-def _integer_ids(ids: Tensor) -> None:
+def _beside_entries(ids: Tensor, theirs: float, ours: float, name: str, per_row: Tensor | None) -> None:
+    """Requires integer ids [N, k], one number per row if there are any, and that both sides have one temperature."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
-
-
-def _one_per_row(name: str, values: Tensor | None, num_rows: int) -> None:
-    if values is not None and values.shape != (num_rows,):
-        raise ValueError(f"teacher.{name}: must be [N] with N = {num_rows} rows; got {list(values.shape)}")
-
-
-def _same_temperature(theirs: float, ours: float) -> None:
+    if per_row is not None and per_row.shape != ids.shape[:1]:
+        raise ValueError(f"teacher.{name}: must be [N] with N = {len(ids)} rows; got {list(per_row.shape)}")
     if theirs != ours:
         raise ValueError(f"temperature: must be that of the teacher's targets, {theirs}; got {ours}")
 

@@ -415,14 +415,14 @@ class RowFunction(ABC):
         """
         return grads
 
-    @abstractmethod
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
-        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
+        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width]. A measurement has none.
 
         Args:
             u: the loaded chunk; may be overwritten and returned.
             weights: the chunk's rows of what `weights` returned for the gradients.
         """
+        raise NotImplementedError
 
     def exchange(self, tensors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Returns the held tensors and holds these instead.
@@ -546,28 +546,19 @@ class LabelGradient(LabelWeights):
     """The label's part of a chunk's gradient, made before the chunk u [n, width] is overwritten."""
 
     def __init__(
-        self,
-        term: LabelTerm | None,
-        rows: slice,
-        u: Tensor,
-        ce: Tensor | None,
-        buffers: Buffers,
-        logprob_grad: Tensor | None = None,
+        self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
     ):
-        super().__init__(term, rows, u, ce, logprob_grad)
+        """
+        Args:
+            grads: those of the cross-entropy and of the log-probability, as far as there are any.
+        """
+        super().__init__(term, rows, u, given(grads, 0), given(grads, 1))
         if self.apart:  # at_one · softmax(z)
             logits = torch.mul(u, self.temperature, out=buffers.buffer("label", u.shape[0]))
             self._softmax = logits.sub_(self.lse[:, None]).exp_().mul_(self.at_one[:, None])
 
-    @classmethod
-    def of(
-        cls, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
-    ) -> LabelGradient | None:
-        """None without a term. `grads` are those of the cross-entropy and of the log-probability, as far as there are any."""
-        return None if term is None else cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
-
     def add_to(self, gradient: Tensor) -> Tensor:
-        """Adds the label terms to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
+        """Adds the label terms, if there are any, to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
         if not self.given:
             return gradient
         columns = self.columns[:, None]
@@ -750,13 +741,13 @@ class DenseRows(TeacherRows):
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         kd, factor, *of_label = weights
-        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
+        label = LabelGradient(self.label, rows, u, of_label, buffers)
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         buffers.held.pop("teacher", None)  # overwritten, as u is
         log_p, log_q = w.sub_(self.teacher_lse[rows, None]), u.sub_(self.student_lse[rows, None])
         slope, q = self.divergence.slope_(log_p, log_q)
         gradient = slope.mul_(kd[:, None]).addcmul_(q, factor[:, None])
-        return gradient if label is None else label.add_to(gradient)
+        return label.add_to(gradient)
 
 
 class TopKRows(TeacherRows):
@@ -895,11 +886,11 @@ class TopKRows(TeacherRows):
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         kd, factor, columns, *of_label = weights
-        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
-        softmax = None if label is None else (u.gather(1, columns), label.shared)
+        label = LabelGradient(self.label, rows, u, of_label, buffers)
+        softmax = (u.gather(1, columns), label.shared) if label.given else None
         at_top = self.gradient_at_top(rows, kd, softmax)
         gradient = u.sub_(self.rest_lse[rows, None]).exp_().mul_(factor[:, None]).scatter_(1, columns, at_top)
-        return gradient if label is None else label.add_to(gradient)
+        return label.add_to(gradient)
 
     def gradient_at_top(self, rows: slice, kd: Tensor, softmax: tuple[Tensor, Tensor] | None) -> Tensor:
         """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
@@ -982,7 +973,7 @@ class SampledRows(TeacherRows):
         return SampledTokens(ids[rows], counts[rows]).weights(dtype)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
+        label = LabelGradient(self.label, rows, u, grads[1:], buffers)
         kd = weight_of(grads, 0, u) * self.temperature
         gradient = u.sub_(self.lse[rows, None]).exp_()
         gradient.mul_((kd * self.total[rows] + label.shared)[:, None])

@@ -44,7 +44,7 @@ class _Settings:
             balanced: add κ·(q − p) to every term (`Divergence.balance`).
         """
         name = reference._limit(self.divergence, self.beta)
-        terms = reference.DIVERGENCES[name](p, q, self.beta)
+        terms = reference.LOG_DIVERGENCES[name](p.log(), q.log(), self.beta)
         return (terms + reference.BALANCES[name](p, q, self.beta) if balanced else terms).sum()
 
 

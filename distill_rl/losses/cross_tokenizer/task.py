@@ -28,7 +28,6 @@ from distill_rl.losses.core.rows import (
     all_reduce_sums,
     chunks,
     floor_of,
-    given,
 )
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.cross_tokenizer.chunks import ChunkPairing, segment_sum
@@ -235,7 +234,7 @@ class LabelLogprobRows(RowFunction):
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> LabelGradient:
         """The label's part of the gradient. It reads u, so call it before u is overwritten."""
-        return LabelGradient(self.label, rows, u, given(grads, 0), buffers, given(grads, 1) if self.others else None)
+        return LabelGradient(self.label, rows, u, grads[:2] if self.others else grads[:1], buffers)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         label = self.label_gradient(rows, u, grads, buffers)

@@ -13,8 +13,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
 from distill_rl.losses.core.logits import DenseTeacher
 from distill_rl.models import forward
-from distill_rl.models.load import read_output_layer
-from distill_rl.student.compared import TeacherHead, open_head
+from distill_rl.models.load import OutputLayer, read_output_layer
+from distill_rl.student.compared import ComparedTeacher, open_head
 from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.load import load_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -24,7 +24,7 @@ COLUMNS, TOKENS = 300, 290
 """Of the models. The last columns stand for no token."""
 
 
-def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:
+def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> OutputLayer:
     teacher = TeacherConfig(model=str(folder), export="hidden", dtype=dtype)
     head = open_head(teacher, None, world, columns=columns, tokens=tokens)
     assert head is not None
@@ -35,8 +35,9 @@ def states() -> HiddenStates:
     return HiddenStates(torch.randn(300, 32, generator=torch.Generator().manual_seed(0)))
 
 
-def logits(head: TeacherHead, given: HiddenStates) -> torch.Tensor:
-    return DenseTeacher.of_all_columns(head.attach(given)).of(torch.arange(len(given.hidden)), torch.float32)
+def logits(head: OutputLayer, given: HiddenStates) -> torch.Tensor:
+    joined = ComparedTeacher(TeacherConfig(model="m", export="hidden"), head=head).with_head(given)
+    return DenseTeacher.of_all_columns(joined).of(torch.arange(len(given.hidden)), torch.float32)
 
 
 @pytest.mark.parametrize(
