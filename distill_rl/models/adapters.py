@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -66,7 +66,8 @@ class Outline:
     def of_model(cls, model: PreTrainedModel) -> Outline:
         """That of a model, usually on the meta device."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        modules = dict(model.named_modules())
+        modules, tied = dict(model.named_modules()), model.all_tied_weights_keys
+        parameters = model.named_parameters(remove_duplicate=False)
         tables = tuple(name for name, module in modules.items() if module in ends)
         return cls(
             model.config.model_type,
@@ -77,12 +78,8 @@ class Outline:
                 if is_linear(module) and name not in tables
             },
             tables,
-            bool(model.all_tied_weights_keys),
-            sum(
-                tensor.numel()
-                for name, tensor in model.named_parameters(remove_duplicate=False)
-                if name not in model.all_tied_weights_keys
-            ),
+            bool(tied),
+            sum(tensor.numel() for name, tensor in parameters if name not in tied),
         )
 
     @classmethod
@@ -154,7 +151,10 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
     if outline.tied and whole & {*outline.tables}:
         whole |= {*outline.tables}
     names = tuple(name for name in outline.linear if name in adapted)
-    patterns = _patterns(outline.parameters, names, lora.targets)
+    # The settings' targets, or else the last parts of the names, if these find the adapted layers alone; otherwise all names.
+    ends = tuple(lora.targets or sorted({name.rpartition(".")[2] for name in names}))
+    found = set().union(*(_ending(outline.parameters, end) for end in ends))
+    patterns = ends if found == adapted else names
     return Chosen(names, tuple(name for name in outline.parameters if name in whole), patterns)
 
 
@@ -183,13 +183,6 @@ def _ending(names: Collection[str], end: str) -> set[str]:
     return {name for name in names if name == end or name.endswith(f".{end}")}
 
 
-def _patterns(modules: Collection[str], adapted: Collection[str], targets: list[str] | None) -> tuple[str, ...]:
-    """The settings' targets, or else the last parts of the names, if these find `adapted` alone; otherwise all names."""
-    ends = targets or sorted({name.rpartition(".")[2] for name in adapted})
-    found = set().union(*(_ending(modules, end) for end in ends))
-    return tuple(ends) if found == set(adapted) else tuple(adapted)
-
-
 def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) -> str:
     if set(named) & {*outline.tables}:
         rule = "is an embedding or the output layer, which has no adapter"
@@ -200,22 +193,15 @@ def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) 
 
 def _nothing(key: str, rule: str, target: str, names: Collection[str]) -> str:
     """A problem with the most similar ends of names as its remedy."""
-    near = difflib.get_close_matches(target, list(_ends(names)), n=3, cutoff=0.5)
+    # The last part of every name, and its last two, each once and without the numbers of layers.
+    parts = [name.split(".") for name in names]
+    ends = dict.fromkeys(tuple(each[-count:]) for each in parts for count in (1, 2))
+    texts = [".".join(end) for end in ends if not any(part.isdecimal() for part in end)]
+    near = difflib.get_close_matches(target, texts, n=3, cutoff=0.5)
     if near:
         return problem(key, rule, target, f"did you mean {', '.join(near)}?")
     last = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
     return problem(key, rule, target, f"there are {', '.join(end for end in last if not end.isdecimal())}")
-
-
-def _ends(names: Collection[str]) -> Iterator[str]:
-    """The last part of every name, and its last two, each once and without the numbers of layers."""
-    seen = set()
-    for name in names:
-        parts = name.split(".")
-        for end in (parts[-1:], parts[-2:]):
-            if not any(part.isdecimal() for part in end) and tuple(end) not in seen:
-                seen.add(tuple(end))
-                yield ".".join(end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -414,11 +414,8 @@ def read_config(path: str | Path, revision: str | None = None, *, quantized: boo
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_dtypes(config)
     except Exception as error:  # every field has a validator with its own exceptions
-        raise ConfigError(
-            f"model {path}",
-            "config.json must describe a model that transformers knows without code of its own",
-            first_line(error),
-        ) from error
+        rule = "config.json must describe a model that transformers knows without code of its own"
+        raise ConfigError(f"model {path}", rule, first_line(error)) from error
     if getattr(config, "quantization_config", None) and not quantized:
         remedy = "use the original weights, or for a teacher quantization: as_stored or the backend vllm"
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy=remedy)
@@ -462,9 +459,8 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
         found = first_line(error) if any(folder.glob("*token*")) else f"no tokenizer.json in {folder}"
         raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", found) from error
     if not tokenizer.is_fast:
-        raise ConfigError(
-            f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"
-        )
+        found = type(tokenizer).__name__
+        raise ConfigError(f"tokenizer {path}", "must be a fast tokenizer", found, "add a tokenizer.json")
     return tokenizer
 
 
@@ -545,22 +541,16 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"model {name}", "needs permission of its owners", remedy="accept its terms, then `hf auth login`"
-        ) from error
+        remedy = "accept its terms, then `hf auth login`"
+        raise ConfigError(f"model {name}", "needs permission of its owners", remedy=remedy) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         at = f" at revision {revision}" if revision else ""
-        raise ConfigError(
-            f"model {name}{at}", "must be a folder, or a name on the Hugging Face hub", "neither"
-        ) from error
+        rule = "must be a folder, or a name on the Hugging Face hub"
+        raise ConfigError(f"model {name}{at}", rule, "neither") from error
     except (errors.LocalEntryNotFoundError, OSError) as error:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no answer from the hub"
-        raise HubUnreachable(
-            f"model {name}",
-            "is no folder and not in the local hub cache",
-            offline,
-            "give the path of a folder, or fetch it first where there is a network (`hf download`)",
-        ) from error
+        remedy = "give the path of a folder, or fetch it first where there is a network (`hf download`)"
+        raise HubUnreachable(f"model {name}", "is no folder and not in the local hub cache", offline, remedy) from error
 
 
 def architecture_problems(key: str, folder: Path) -> list[str]:
@@ -587,9 +577,7 @@ def architecture_problems(key: str, folder: Path) -> list[str]:
         rule = _kind_of(family, config)
     elif family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
         rule = "is an encoder, whose attention sees the tokens that are to be predicted"
-    if not rule:
-        return []
-    return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)]
+    return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)] if rule else []
 
 
 def tower_note(key: str, folder: Path, tower: PreTrainedConfig) -> list[str]:
@@ -934,14 +922,9 @@ def gpu_bytes() -> tuple[int, ...]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command += [f"--id={visible}"] if visible else []
     try:
-        answer = subprocess.run(
-            [*command, *([f"--id={visible}"] if visible else [])],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return tuple(int(line) << 20 for line in answer.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()

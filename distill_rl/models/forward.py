@@ -62,8 +62,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
     The host does not wait: a GPU copies from page-locked memory, after the work queued on its stream.
     """
-    tensor = torch.tensor(array, dtype=torch.int64)  # torch cannot pin what it makes from NumPy in the same call
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor_to_device(torch.tensor(array, dtype=torch.int64), device)
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -91,15 +91,7 @@ def load_model(
     family = families.family_of(config)
     if problems := families.sequence_parallel_problems(config, world.sp, world.tp, f"{key}.parallel.sp"):
         raise ConfigError.many(problems)
-    chosen = choose(
-        settings.attention,
-        config,
-        dtype=settings.dtype,
-        packing=packing,
-        training=student is not None,
-        no_kernel=varlen.no_kernel(world.device),
-        spread=world.sp > 1,
-    )
+    chosen = choose(settings, config, packing=packing, no_kernel=varlen.no_kernel(world.device), spread=world.sp > 1)
     if world.rank == 0:
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     if quantization == AS_STORED:

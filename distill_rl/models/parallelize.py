@@ -230,12 +230,8 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     tie_again(model)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
-        raise ConfigError(
-            f"model family {family.name}",
-            "the tensor-parallel plan must name every parameter",
-            ", ".join(plain[:3]),
-            "set parallel.tp: 1",
-        )
+        rule, named = "the tensor-parallel plan must name every parameter", ", ".join(plain[:3])
+        raise ConfigError(f"model family {family.name}", rule, named, "set parallel.tp: 1")
 
 
 def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -326,10 +326,7 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
 def _suits(one: Taken, format: Format) -> bool:
     """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
     part = local_part(one.parameter)
-    if (
-        isinstance(one.parameter, DTensor)
-        and part.ndim == 3
-        and not all(placement.is_replicate() for placement in one.parameter.placements)
-    ):
+    is_split = any(not placement.is_replicate() for placement in getattr(one.parameter, "placements", ()))
+    if part.ndim == 3 and is_split:
         return False
     return part.numel() > 0 and group_of(format, one.parameter.shape[-2 if one.transposed else -1]) > 0

@@ -69,12 +69,9 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention} attention",
-            first_line(error),
-            "try another setting of `attention`",
-        ) from error
+        rule = f"transformers must have it as a causal LM with {attention} attention"
+        remedy = "try another setting of `attention`"
+        raise ConfigError(f"model type {config.model_type}", rule, first_line(error), remedy) from error
     # While its classes have their own names, which tables go by, and which FSDP2 changes.
     setattr(model, TABLE, get_model_conversion_mapping(model))
     without_cache(model)
@@ -485,14 +482,11 @@ def _candidates(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
     tied_to: dict[str, list[str]] = defaultdict(list)
     for target, source in model.all_tied_weights_keys.items():
         tied_to[source].append(target)
-    return {
-        name: [
-            *dict.fromkeys(
-                candidate for alias in [name, *tied_to[name]] for candidate in (alias, alias.removeprefix(prefix))
-            )
-        ]
-        for name in tensors
-    }
+    candidates = {}
+    for name in tensors:
+        aliases = [name, *tied_to[name]]
+        candidates[name] = [*dict.fromkeys(each for alias in aliases for each in (alias, alias.removeprefix(prefix)))]
+    return candidates
 
 
 def _convert(

@@ -103,10 +103,8 @@ def serve_store(host: str, world_size: int) -> dist.TCPStore:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
@@ -118,12 +116,9 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -
     try:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise DistillError(
-            f"rendezvous at {host}:{port}",
-            f"rank 0 must answer within {timeout_s:g} s",
-            first_line(error),
-            "see whether rank 0 died, or a firewall separates the nodes",
-        ) from error
+        what, rule = f"rendezvous at {host}:{port}", f"rank 0 must answer within {timeout_s:g} s"
+        remedy = "see whether rank 0 died, or a firewall separates the nodes"
+        raise DistillError(what, rule, first_line(error), remedy) from error
 
 
 def listen_on_loopback() -> None:
@@ -187,11 +182,8 @@ def open_world(
             device_id=device if on_gpu else None,
         )
     elif dist.get_world_size() != world_size:
-        raise ConfigError(
-            "parallel",
-            f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})",
-            f"{dp} * {sp} * {tp} = {world_size}",
-        )
+        rule = f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})"
+        raise ConfigError("parallel", rule, f"{dp} * {sp} * {tp} = {world_size}")
     mesh = _mesh(device, dp * sp, tp, replicas)
     group = _sequence_group(dp, sp, tp, timeout_s) if sp > 1 else None
     data_rank, tp_rank = divmod(rank, tp)

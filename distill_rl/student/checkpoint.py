@@ -345,12 +345,10 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
     if unwanted or differing:
         name = (differing + unwanted)[0]
         here = tuple(wanted[name].shape) if name in wanted else "missing"
-        raise CheckpointError(
-            f"checkpoint {directory}",
-            "must hold what is trained of student.model",
-            f"{len(unwanted) + len(differing)} that differ ({name} is {saved.get(name, 'missing')} there and {here} here)",
-            "resume with the student, and the student.lora, that wrote it",
-        )
+        count, there = len(unwanted) + len(differing), saved.get(name, "missing")
+        rule, found = "must hold what is trained of student.model", f"{name} is {there} there and {here} here"
+        remedy = "resume with the student, and the student.lora, that wrote it"
+        raise CheckpointError(f"checkpoint {directory}", rule, f"{count} that differ ({found})", remedy)
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:

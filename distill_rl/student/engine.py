@@ -189,7 +189,7 @@ class StudentEngine:
                 first = self.objective.blend(scores, asked=asked_sizes(batch))
                 self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
-        sums = self._run(batch, targets, blend, backward=True, last=last)
+        sums = self._run(batch, targets, blend, last=last)
         if last:
             reshard(self.model)
         self._losses.add(sums, blend, batch.num_labels)
@@ -346,27 +346,32 @@ class StudentEngine:
             save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
     def _run(
-        self,
-        batch: RankBatch,
-        targets: TargetSource,
-        blend: Blend,
-        *,
-        backward: bool = False,
-        last: bool = False,
-        with_agreement: bool = False,
+        self, batch: RankBatch, targets: TargetSource, blend: Blend, *, last: bool = False, with_agreement: bool = False
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows."""
-        # Collective.
+        """Runs forward, and where gradients are recorded backward, over all micro-batches of `batch`; returns the summed losses."""
+        # Collective. Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions
+        # of both: the labels are shifted already, so the one that a rank's last position predicts does not depend on the next.
+        if self.world.sp > 1 and any(teacher.chunks for teacher in batch.teachers):
+            raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
+        backward = torch.is_grad_enabled()
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size, padding_apart=self._by_length):
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
-            start = first_row - batch.first_row
-            parts = [part[start : start + rows.shape[0]] for part in batch.teachers]
+            start, part = first_row - batch.first_row, own_positions(self.world, rows.shape[1])
+            own = rows.labels[:, part]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
+                compared = ComparedRows(
+                    to_device(own, self.world.device),
+                    batch.num_labels,
+                    blend,
+                    [teacher[start : start + rows.shape[0]].of_positions(part) for teacher in batch.teachers],
+                    int(np.count_nonzero(own != IGNORE_INDEX)),
+                    with_agreement,
+                )
                 with self.routers.of(rows, batch.num_labels) as balance:
-                    output = self._forward(rows, batch.num_labels, blend, parts, fetched, with_agreement)
+                    output = self._forward(rows, compared, fetched)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -374,40 +379,16 @@ class StudentEngine:
         sums.add_other_positions(self.world)
         return sums
 
-    # Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the
-    # labels are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
-
-    def _forward(
-        self,
-        rows: TokenRows,
-        num_labels: int,
-        blend: Blend,
-        teachers: Sequence[TeacherPart],
-        targets: Sequence[Target | None],
-        with_agreement: bool,
-    ) -> ObjectiveOutput:
+    def _forward(self, rows: TokenRows, batch: ComparedRows, targets: Sequence[Target | None]) -> ObjectiveOutput:
         """The model on a micro-batch, and its loss over this rank's positions."""
         # With a fused loss the logits are never made as a whole. Padded columns are masked either way.
-        num_rows, width = rows.shape
-        part = own_positions(self.world, width)
-        own = rows.labels[:, part]
-        if self.world.sp > 1 and any(teacher.chunks for teacher in teachers):
-            raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
 
         def own_part(of_target: Tensor) -> Tensor:
             if self.world.sp > 1:
-                of_target = part_of_rows(of_target, num_rows, part)
+                of_target = part_of_rows(of_target, rows.shape[0], own_positions(self.world, rows.shape[1]))
             return tensor_to_device(of_target, self.world.device)
 
         here = [target and with_each_tensor(target, own_part) for target in targets]
-        batch = ComparedRows(
-            to_device(own, self.world.device),
-            num_labels,
-            blend,
-            [teacher.of_positions(part) for teacher in teachers],
-            int(np.count_nonzero(own != IGNORE_INDEX)),
-            with_agreement,
-        )
         if not self.fused:
             return self.objective(self.logits(rows), batch, here)
 

@@ -234,8 +234,8 @@ class LogSums:
     """Per row Σ_v exp(power · (x_v − m)) · y_v over centred logits x, first over this rank's columns, then over all.
 
     m is the maximum of x. There is one total with y = 1 per power: power 1 gives the normaliser at the temperature of
-    x, power T that at temperature 1. `weighted` adds one total of power 1 with another y; `columns` adds a table of
-    further totals of power 1 that the caller fills.
+    x, power T that at temperature 1. `weighted` adds one total of power 1 with another y; `table` [N, any] may
+    hold further totals of power 1, which the caller sets and fills.
     """
 
     def __init__(
@@ -246,7 +246,6 @@ class LogSums:
         powers: Sequence[float] = (1.0,),
         weighted: bool = False,
         against: Centre | None = None,
-        columns: int | None = None,
     ):
         """
         Args:
@@ -259,7 +258,7 @@ class LogSums:
         # Power 1, whose exponentials are kept, comes last.
         self.totals = {power: torch.empty_like(like) for power in sorted(powers, key=lambda power: power == 1)}
         self.weighted = torch.empty_like(like) if weighted else None
-        self.table = None if columns is None else like.new_zeros(len(like), columns)
+        self.table: Tensor | None = None
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.

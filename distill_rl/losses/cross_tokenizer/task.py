@@ -201,15 +201,14 @@ class LabelledRows:
 class LabelLogprobRows(RowFunction):
     """Per row the cross-entropy at T = 1 and, if `with_label_logprob`, the label's log-probability at T (else 0).
 
-    Base of the row functions that compare whole distributions, which collect, complete and differentiate more. `columns`
-    is the number of further totals per row in `sums.table`, which they fill.
+    Base of the row functions that compare whole distributions, which collect, complete and differentiate more.
     """
 
-    def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
+    def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False):
         frame = labelled.task.frame(len(labelled.labels))
         self.shard, self.temperature, self.centre = frame.shard, frame.temperature, frame.centre()
         self.label = LabelTerm(labelled.labels, frame)
-        self.sums = LogSums(self.centre, whole=True, powers=self.label.powers, columns=columns)
+        self.sums = LogSums(self.centre, whole=True, powers=self.label.powers)
         self.others = LogSums(self.centre, whole=False) if with_label_logprob else None
         self.lse = frame.empty()
         self.values = [torch.zeros_like(self.lse) for _ in range(2)]

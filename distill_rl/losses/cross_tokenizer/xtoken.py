@@ -54,10 +54,9 @@ class ProjectedRows(LabelLogprobRows):
             slots: int64 [num_first, k], where the row's columns are among those of the product.
             learn: whether W gets a gradient, too.
         """
-        super().__init__(labelled, with_label_logprob=labelled.task.settings.chain, columns=slots.shape[1] + 1)
+        super().__init__(labelled, with_label_logprob=labelled.task.settings.chain)
         self.product, self.slots, self.learn = product, slots, learn
-        assert self.sums.table is not None
-        self.projected = self.sums.table
+        self.projected = self.sums.table = self.lse.new_zeros(len(self.lse), slots.shape[1] + 1)
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, constants = super().outputs()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
+from distill_rl.losses import DenseLogits, HiddenStates, TeacherHidden, kd_loss
 from distill_rl.losses.core.logits import DenseTeacher
 from distill_rl.models import forward
 from distill_rl.models.load import OutputLayer, read_output_layer
@@ -35,9 +35,14 @@ def states() -> HiddenStates:
     return HiddenStates(torch.randn(300, 32, generator=torch.Generator().manual_seed(0)))
 
 
-def logits(head: OutputLayer, given: HiddenStates) -> torch.Tensor:
+def attached(head: OutputLayer, given: HiddenStates) -> TeacherHidden:
     joined = ComparedTeacher(TeacherConfig(model="m", export="hidden"), head=head).with_head(given)
-    return DenseTeacher.of_all_columns(joined).of(torch.arange(len(given.hidden)), torch.float32)
+    assert isinstance(joined, TeacherHidden)
+    return joined
+
+
+def logits(head: OutputLayer, given: HiddenStates) -> torch.Tensor:
+    return DenseTeacher.of_all_columns(attached(head, given)).of(torch.arange(len(given.hidden)), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
     student[:, TOKENS:] = -torch.inf
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         gradients = []
-        for target in (head.attach(given), DenseLogits(logits(head, given))):
+        for target in (attached(head, given), DenseLogits(logits(head, given))):
             leaf = student.clone().requires_grad_()
             kd_loss(leaf, target, divergence=divergence).loss.backward()
             gradients.append(leaf.grad)
