@@ -91,8 +91,7 @@ def token_agreement(
     """
     if isinstance(teacher, SampledTokens):
         raise ValueError("teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got SampledTokens")
-    checks.positive("temperature", temperature)
-    checks.at_least_one("chunk_size", chunk_size)
+    checks.common(temperature, chunk_size)
     student, shard, leading = student_of(student_logits, tp_group, "student_logits")
     counted = counted_rows(
         labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate

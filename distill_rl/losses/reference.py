@@ -72,9 +72,7 @@ def kd_loss(
     The arguments mean the same; those that concern speed, sharding and validation are missing. Nothing is checked.
     """
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
-    valid = (
-        torch.ones(len(z), dtype=torch.bool, device=z.device) if labels is None else labels.reshape(-1) != ignore_index
-    )
+    valid = torch.ones_like(z[:, 0], dtype=torch.bool) if labels is None else labels.reshape(-1) != ignore_index
     kd, teacher_mass, student_mass = _rows(z / temperature, teacher, divergence, beta, temperature, tail)
     kd = temperature**2 * kd
     ce = None

@@ -67,20 +67,13 @@ class Outline:
         """That of a model, usually on the meta device."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         modules, tied = dict(model.named_modules()), model.all_tied_weights_keys
-        parameters = model.named_parameters(remove_duplicate=False)
         tables = tuple(name for name, module in modules.items() if module in ends)
-        return cls(
-            model.config.model_type,
-            {name: sum(tensor.numel() for tensor in module.parameters()) for name, module in modules.items()},
-            {
-                name: (module.weight.shape[0], module.weight.shape[1])
-                for name, module in modules.items()
-                if is_linear(module) and name not in tables
-            },
-            tables,
-            bool(tied),
-            sum(tensor.numel() for name, tensor in parameters if name not in tied),
-        )
+        parameters = {name: sum(tensor.numel() for tensor in each.parameters()) for name, each in modules.items()}
+        weights = {name: each.weight for name, each in modules.items() if is_linear(each) and name not in tables}
+        linear = {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        total = sum(tensor.numel() for name, tensor in every if name not in tied)
+        return cls(model.config.model_type, parameters, linear, tables, bool(tied), total)
 
     @classmethod
     def of_files(cls, hf_config: Any, shapes: Shapes) -> Outline:
@@ -337,9 +330,8 @@ def gather(model: nn.Module) -> Adapter | None:
 
     injected = injected_in(model)
     assert injected is not None
-    trained = {
-        name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
-    }
+    every = model.named_parameters(remove_duplicate=False)
+    trained = {name: parameter for name, parameter in every if parameter.requires_grad}
     wholes: dict[int, Tensor | None] = {}
     for parameter in trained.values():
         if id(parameter) not in wholes:  # tied ones once

@@ -313,6 +313,8 @@ def _require_rights(name: str, who: dict[str, Any]) -> None:
 
 
 def _ask(name: str, request: Callable[[], Any]) -> Any:
+    from huggingface_hub import constants
+
     answer = in_time(request, ANSWER_S)
     if answer is None:
         raise ConfigError(f"--push {name}", "the hub must answer", f"nothing within {ANSWER_S:g} s", "try again")
@@ -325,17 +327,10 @@ def _ask(name: str, request: Callable[[], Any]) -> Any:
             remedy = "take a token with write access to it"
             raise ConfigError(f"--push {name}", "this login may not write there", None, remedy) from answer
         rule = "the hub must answer" if status is None else "the hub must accept it"
-        raise ConfigError(f"--push {name}", rule, _reason(answer), _reachable()) from answer
+        remedy = f"check the network, or push from a machine that reaches {constants.ENDPOINT}"
+        remedy = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else remedy
+        raise ConfigError(f"--push {name}", rule, _reason(answer), remedy) from answer
     return answer
-
-
-def _reachable() -> str:
-    """What to do about a hub that does not answer."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "unset HF_HUB_OFFLINE"
-    return f"check the network, or push from a machine that reaches {constants.ENDPOINT}"
 
 
 def _reason(error: BaseException) -> str:

@@ -178,14 +178,13 @@ def weight_problems(key: str, folder: Path) -> list[str]:
     for file in files:
         if file.parent != folder:
             lines.append(problem(key, "every file in the index must be in the folder", str(file)))
-            continue
-        if not file.is_file():
+        elif not file.is_file():
             lines.append(problem(key, "a file that the index names is missing", str(file)))
-            continue
-        try:
-            _header(file)
-        except ValueError as error:
-            lines.append(problem(key, str(error), str(file), "copy the model again"))
+        else:
+            try:
+                _header(file)
+            except ValueError as error:
+                lines.append(problem(key, str(error), str(file), "copy the model again"))
     return lines
 
 
@@ -238,11 +237,7 @@ def plainly_whole(hf_config: Any, shapes: Shapes) -> bool:
         "mlp.down_proj.weight": (hidden, inner),
     }
     if hf_config.model_type == "qwen2":
-        layer |= {
-            "self_attn.q_proj.bias": (queries,),
-            "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
-        }
+        layer |= {f"self_attn.{name}_proj.bias": (width,) for name, width in zip("qkv", (queries, keys, keys))}
     if hf_config.model_type == "qwen3":
         layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
     expected = {"model.embed_tokens.weight": (columns, hidden), "model.norm.weight": (hidden,)}

@@ -33,7 +33,7 @@ from distill_rl.models.checks import check_plan, probe
 from distill_rl.models.files import as_stored_problem, read_config, resolve
 from distill_rl.models.forward import use_own_lengths
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.quantization import Format, Taken, weight_bytes
+from distill_rl.models.quantization import Taken, weight_bytes
 from distill_rl.models.weights import (
     DTYPES,
     Match,
@@ -112,7 +112,7 @@ def load_model(
     if quantization is not None and not taken:
         rule = f"no weight of this {family.name} can be held in {quantization}"
         raise ConfigError(f"{key}.quantization", rule, path, "leave it out")
-    _fill(model, files, found, world, taken, quantization)
+    _fill(model, files, found, world, taken)
     adapters.initialise(model, seed)
     model.train(student is not None)
     if not family.proven:
@@ -149,38 +149,25 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     return model.eval().requires_grad_(False)
 
 
-def _fill(
-    model: PreTrainedModel,
-    files: WeightFiles,
-    found: Match,
-    world: World,
-    taken: Sequence[Taken] = (),
-    quantization: Format | None = None,
-) -> None:
+def _fill(model: PreTrainedModel, files: WeightFiles, found: Match, world: World, taken: Sequence[Taken] = ()) -> None:
     """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
     sizes = read_weights(model, files, found)
     for one in taken:
-        assert quantization is not None
-        split = (
-            one.parameter
-            if one.inputs is None
-            else torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
-        )
+        whole = torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
+        split = one.parameter if one.inputs is None else whole
         part = local_part(split)
         weight = torch.empty(part.shape, dtype=part.dtype, device=world.device)
         sizes.append(read_tensor(model, files, found, one.name, split, weight))
-        one.put_back(weight, quantization)
+        one.put_back(weight)
         del weight
     log.info("%s: %d tensors, %.1f MB read by rank %d", files.folder, len(sizes), sum(sizes) / 1e6, world.rank)
-    if quantization is not None:
-        inside, others = weight_bytes(model)
-        log.info(
-            "%s: %d weights in %s take %.1f MB, the other tensors %.1f MB",
-            files.folder, len(taken), quantization, inside / 1e6, others / 1e6,
-        )  # fmt: skip
+    if taken:
+        inside, others = (size / 1e6 for size in weight_bytes(model))
+        told = "%s: %d weights in %s take %.1f MB, the other tensors %.1f MB"
+        log.info(told, files.folder, len(taken), taken[0].format, inside, others)
 
 
 def _load_as_stored(

@@ -245,10 +245,8 @@ def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
     """How the modules around the layers are split, where no family says: embeddings are, all others are whole."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    tables = {
-        id(model.get_input_embeddings()): families.EMBEDDING,
-        id(model.get_output_embeddings()): families.HEAD,
-    }
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {id(embedding): families.EMBEDDING, id(head): families.HEAD}
     return {
         name: tables.get(id(module), families.WHOLE)
         for name, module in model.named_modules()

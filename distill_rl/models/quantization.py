@@ -247,6 +247,8 @@ class Taken:
     """On the meta device; a DTensor if tensor parallelism has split it."""
     transposed: bool
     """Whether it is [inputs, outputs]."""
+    format: Format
+    """In which it will be put back."""
 
     @property
     def inputs(self) -> slice | None:
@@ -255,17 +257,17 @@ class Taken:
         part = local_slices(self.parameter)[axis]
         return None if part == slice(0, self.parameter.shape[axis]) else part
 
-    def put_back(self, weight: Tensor, format: Format) -> None:
+    def put_back(self, weight: Tensor) -> None:
         """Gives the model this rank's part of the weight, quantised.
 
         Args:
             weight: that part, or the whole weight if it is split by its inputs.
         """
         if weight.ndim == 3:
-            setattr(self.owner, self.attribute, QuantizedWeight(weight, format, transposed=self.transposed))
+            setattr(self.owner, self.attribute, QuantizedWeight(weight, self.format, transposed=self.transposed))
             return
         setattr(self.owner, self.attribute, self.parameter)
-        quantize_layer(self.owner, weight, format, transposed=self.transposed, inputs=self.inputs)
+        quantize_layer(self.owner, weight, self.format, transposed=self.transposed, inputs=self.inputs)
 
 
 def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
@@ -273,7 +275,7 @@ def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
 
     FSDP2 must not have seen them. Experts must then be computed one by one, so that is how the model's will be.
     """
-    taken = [one for one in _quantizable(model) if _suits(one, format)]
+    taken = [one for one in _quantizable(model, format) if _suits(one)]
     for one in taken:
         del one.owner._parameters[one.attribute]
         if one.parameter.ndim == 3:
@@ -297,7 +299,7 @@ def _held(tensor: Tensor) -> int:
     return sum(_held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
+def _quantizable(model: PreTrainedModel, format: Format) -> Iterator[Taken]:
     """Yields the weights of the decoder layers that are matrices to multiply with, frozen, and not a router's."""
     from transformers.pytorch_utils import Conv1D
 
@@ -320,13 +322,13 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
                 name = known[frozen[id(parameter)]]
                 if name.split(".")[-2] not in ROUTERS:
                     transposed = bool(module.is_transposed) if experts else type(module) is Conv1D
-                    yield Taken(name, module, attribute, parameter, transposed)
+                    yield Taken(name, module, attribute, parameter, transposed, format)
 
 
-def _suits(one: Taken, format: Format) -> bool:
+def _suits(one: Taken) -> bool:
     """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
     part = local_part(one.parameter)
     is_split = any(not placement.is_replicate() for placement in getattr(one.parameter, "placements", ()))
     if part.ndim == 3 and is_split:
         return False
-    return part.numel() > 0 and group_of(format, one.parameter.shape[-2 if one.transposed else -1]) > 0
+    return part.numel() > 0 and group_of(one.format, one.parameter.shape[-2 if one.transposed else -1]) > 0

@@ -214,9 +214,8 @@ def attend_spread(
     """
     _require_no_mask(module, attention_mask, kwargs)
     if sequence_group is None:
-        raise ValueError(
-            f"{type(module).__name__} does not pass on over which ranks rows are divided: set parallel.sp=1"
-        )
+        rule = "does not pass on over which ranks rows are divided"
+        raise ValueError(f"{type(module).__name__} {rule}: set parallel.sp=1")
     query, key, value = heads_of_own_share(sequence_group, query.to(value.dtype), key.to(value.dtype), value)
     if kwargs.get("cu_seq_lens_q") is None:
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")

@@ -203,11 +203,11 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None = None) -> list[int]:
+def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match) -> list[int]:
     """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
 
     Args:
-        found: where they are, of a model that had more of them (`tensors_in_files`); None: it is found out.
+        found: where they are, of a model that may have had more of them (`tensors_in_files`).
 
     Returns:
         Bytes that this rank read of each tensor, in the dtype of the files. Tensors of which it holds nothing are left
@@ -217,7 +217,6 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None
         ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
             files.
     """
-    found = tensors_in_files(model, files) if found is None else found
     sizes: list[int] = []
     for name, tensor in stored_tensors(model).items():
         local = local_part(tensor)
@@ -506,8 +505,5 @@ def _stacks_experts(converter: WeightConverter) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     stack, *others = converter.operations
-    return (
-        isinstance(stack, MergeModulelist)
-        and stack.dim == 0
-        and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
-    )
+    left_alone = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
+    return isinstance(stack, MergeModulelist) and stack.dim == 0 and left_alone

@@ -224,11 +224,7 @@ def close_world(world: World) -> None:
 
 def _sequence_group(dp: int, sp: int, tp: int, timeout_s: float) -> dist.ProcessGroup:
     """Returns this rank's group of the sp ranks with its dp_rank and tp_rank, in the order of sp_rank. Collective."""
-    groups = [
-        [(dp_rank * sp + sp_rank) * tp + tp_rank for sp_rank in range(sp)]
-        for dp_rank in range(dp)
-        for tp_rank in range(tp)
-    ]
+    groups = torch.arange(dp * sp * tp).view(dp, sp, tp).transpose(1, 2).reshape(-1, sp).tolist()
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
     return group
 

@@ -168,12 +168,3 @@ def save_learned(
             assert spec is not None
             values = projection().values.detach().cpu().numpy()
             save_projection(replace(load_projection(spec.projection), values=values), new / f"{teacher}.safetensors")
-
-
-def complete_gradient(parameter: nn.Parameter) -> None:
-    """Replaces the gradient of a replicated parameter, of which each rank has a share, by its sum over the ranks.
-
-    Collective over the parameter's mesh. Does nothing if there is no gradient, or if it is not a DTensor.
-    """
-    if isinstance(parameter.grad, DTensor):
-        parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from distill_rl.config.measured import is_validated
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
@@ -46,14 +47,7 @@ from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.compared import (
-    ComparedTeacher,
-    Target,
-    complete_gradient,
-    open_head,
-    open_projection,
-    save_learned,
-)
+from distill_rl.student.compared import ComparedTeacher, Target, open_head, open_projection, save_learned
 from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
 from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
 from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
@@ -107,12 +101,9 @@ class StudentEngine:
             student, world, packing=config.data.packing, longest=config.data.max_length, seed=config.run.seed
         )
         self._by_length = length_limit(self.model.config) is not None
-        self.fused = fused_loss(
-            config,
-            self.model.config.vocab_size,
-            known_head=family_of(self.model.config).proven,
-            on_gpu=world.device.type == "cuda",
-        )
+        columns, known_head = self.model.config.vocab_size, family_of(self.model.config).proven
+        on_gpu = world.device.type == "cuda"
+        self.fused = fused_loss(config, columns, known_head=known_head, on_gpu=on_gpu)
         if self.fused:
             forward.enter_at_hidden(self.model)
         if student.kernels == "liger":
@@ -123,7 +114,7 @@ class StudentEngine:
             ComparedTeacher(
                 teacher,
                 None if spec is None else open_projection(spec, world, learnable=config.projection.learnable),
-                open_head(teacher, spec, world, columns=self.model.config.vocab_size, tokens=vocabulary_size),
+                open_head(teacher, spec, world, columns=columns, tokens=vocabulary_size),
             )
             for teacher, spec in zip(config.running_teachers, specs, strict=True)
         ]
@@ -133,7 +124,7 @@ class StudentEngine:
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.trained, config.optimizer, fused=world.device.type == "cuda")
+        self.optimizer = build_optimizer(self.trained, config.optimizer, fused=on_gpu)
         once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.parameters))
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
@@ -217,8 +208,10 @@ class StudentEngine:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
         step = self.step + 1
-        for parameter in self.objective.parameters():
-            complete_gradient(parameter)
+        for parameter in self.objective.parameters():  # each rank has a share of the gradient of what is replicated
+            if isinstance(parameter.grad, DTensor):
+                whole = [Replicate()] * parameter.grad.device_mesh.ndim
+                parameter.grad = parameter.grad.redistribute(placements=whole)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
         loss = self._losses.total()
         blamed = () if math.isfinite(loss) else self._losses.blamed(self.objective.teachers)

@@ -282,9 +282,8 @@ class AskedTokens:
         if not is_all and len(own):
             kept = torch.from_numpy(of_tokens > 0).to(labels.device, non_blocking=True)
             labels = torch.where(kept, labels, IGNORE_INDEX)
-        tensor = None
-        if not is_even:
-            tensor = torch.tensor(of_tokens).to(labels.device, non_blocking=True)  # a copy: the array may be read-only
+        # A copy, because the array may be read-only.
+        tensor = None if is_even else torch.tensor(of_tokens).to(labels.device, non_blocking=True)
         weight = float(own[0]) if is_even and len(own) else 1.0
         return cls(labels, len(own), is_all, weight, tensor, weights.total)
 

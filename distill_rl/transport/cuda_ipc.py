@@ -42,6 +42,7 @@ from distill_rl.transport.ring import (
     slot_stride,
     state_bytes,
     unwritten,
+    words_of,
 )
 from distill_rl.transport.segment import Address, Segment
 
@@ -88,17 +89,6 @@ def allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tenso
     return pool, buffer
 
 
-def export_buffer(buffer: Tensor) -> tuple[Any, ...]:
-    """Exports the buffer for one reader, and returns the arguments from which that reader rebuilds it (`import_buffer`).
-
-    Raises:
-        TransportError: the buffer is not a whole allocation that can be shared.
-    """
-    _, arguments = reduce_tensor(buffer)
-    check_export(arguments)
-    return arguments
-
-
 def check_alone(segments: Sequence[Mapping[str, Any]], address: int) -> None:
     """Raises TransportError unless the block at `address` is a whole segment of the allocator.
 
@@ -132,7 +122,7 @@ def _not_alone(value: str) -> TransportError:
 
 
 def import_buffer(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The buffer of another process, rebuilt from `export_buffer`'s arguments on the device that it has in this process."""
+    """The buffer of another process, rebuilt from `reduce_tensor`'s arguments on the device that it has in this process."""
     here = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     with torch.inference_mode(False), torch.cuda.device(device):
         return rebuild_cuda_tensor(*here)
@@ -267,10 +257,14 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         earlier: CudaIpcTransport | None = None,
     ):
         memory = None if earlier is None else earlier._release_memory(ring)
-        _check_device(torch.device(device))
+        gpu = torch.device(device)
+        if gpu.type != "cuda" or not torch.cuda.is_available():
+            raise TransportError("transport cuda_ipc", "needs a GPU", device, "use transport=auto")
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            rule, remedy = "needs torch's own allocator", "take backend out of PYTORCH_ALLOC_CONF"
+            raise TransportError("transport cuda_ipc", rule, backend, remedy)
         self._deadline_s = deadline_s
-        index = torch.device(device).index
-        index = torch.cuda.current_device() if index is None else index
+        index = torch.cuda.current_device() if gpu.index is None else gpu.index
         self._device = torch.device("cuda", index)
         written = None if ring is None else _make_ring(ring, self._device, memory)
         super().__init__(written, source, node_id, gpu_uuid(index))
@@ -362,8 +356,10 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
     def _payload(self, written: _Written) -> _Exported:
         """Returns what one reader needs to open the ring: the address of its words, its sizes and IPC handles."""
+        _, arguments = reduce_tensor(written.buffer)
+        check_export(arguments)
         events = tuple(event.ipc_handle() for event in written.written)
-        return _Exported(written.control.address, written.ring, export_buffer(written.buffer), events)
+        return _Exported(written.control.address, written.ring, arguments, events)
 
     def _attach(self, offer: Offer) -> _Opened:
         """Maps the ring of an offer, after closing an earlier one of the same source."""
@@ -403,15 +399,8 @@ def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Wri
         control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
         pool, buffer = memory or allocate(_buffer_bytes(ring), device)
-        written = _Written(
-            ring=ring,
-            nonce=control.address.nonce,
-            words=control.words,
-            control=control,
-            buffer=buffer,
-            pool=pool,
-            written=shared_events(ring.num_slots, device),
-        )
+        events = shared_events(ring.num_slots, device)
+        written = _Written(**words_of(control, ring), control=control, buffer=buffer, pool=pool, written=events)
         undo.pop_all()
     return written
 
@@ -424,9 +413,7 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         process = os.pidfd_open(exported.address.pid)
         undo.callback(os.close, process)
         opened = _Opened(
-            ring=exported.ring,
-            nonce=exported.address.nonce,
-            words=control.words,
+            **words_of(control, exported.ring),
             reader=offer.reader,
             control=control,
             buffer=import_buffer(exported.rebuild, gpu),
@@ -436,15 +423,6 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         )
         undo.pop_all()
     return opened
-
-
-def _check_device(device: torch.device) -> None:
-    """Raises TransportError unless the device is a GPU whose memory comes from torch's own allocator."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise TransportError("transport cuda_ipc", "needs a GPU", str(device), "use transport=auto")
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        rule, remedy = "needs torch's own allocator", "take backend out of PYTORCH_ALLOC_CONF"
-        raise TransportError("transport cuda_ipc", rule, backend, remedy)
 
 
 def _local_device(uuid: str, what: str) -> torch.device:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, Transport, describe
+from distill_rl.transport.segment import Segment
 
 ALIGNMENT = 256
 """Offsets of tensors in a slot are multiples of this, which is more than any dtype or vector load needs."""
@@ -219,6 +220,11 @@ class OpenedRing(_MappedRing):
             state = "being written, or left by a writer that died" if current % 2 else "written again"
             rule = f"the handle is for generation {handle.slot.generation}"
             raise TransportError(f"slot {handle.slot.index}", rule, f"generation {current} ({state})")
+
+
+def words_of(segment: Segment, ring: Ring) -> dict[str, Any]:
+    """The parts of a mapped ring whose words are at the beginning of a segment."""
+    return {"ring": ring, "nonce": segment.address.nonce, "words": segment.words}
 
 
 W = TypeVar("W", bound=WrittenRing)

@@ -17,7 +17,7 @@ from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files import read_config, read_tokenizer
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton
+from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton, tensors_in_files
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import gather_to_first, local_part, local_slices, mask_padded_columns
 from tests.helpers import ranks
@@ -99,7 +99,7 @@ def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
     model.to_empty(device="cpu")
     tie_again(model)
     restore_buffers(model)
-    sizes = read_weights(model, files)
+    sizes = read_weights(model, files, tensors_in_files(model, files))
     peak = _status("VmHWM")
     held = sum(local_part(parameter).nbytes for parameter in model.parameters())
     close_world(world)

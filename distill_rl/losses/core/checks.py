@@ -32,9 +32,13 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def backend(value: str | None) -> None:
-    if value not in ("eager", "triton", None):
-        raise ValueError(f"backend: must be eager, triton or None; got {value!r}")
+def common(temperature: float, chunk_size: int | None, *, backend: str | None = None, tail: str = "bucket") -> None:
+    """Checks the settings that all losses have, or some of them."""
+    positive("temperature", temperature)
+    at_least_one("chunk_size", chunk_size)
+    one_of("tail", tail, TAILS)
+    if backend not in ("eager", "triton", None):
+        raise ValueError(f"backend: must be eager, triton or None; got {backend!r}")
 
 
 def positive(name: str, value: float) -> None:
@@ -71,9 +75,8 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
     if tensor.ndim not in dims or not tensor.is_floating_point():
         wanted = " or ".join(str(dim) for dim in dims)
-        raise ValueError(
-            f"{name}: must be a float tensor of {wanted} dimensions; got {tensor.dtype} {list(tensor.shape)}"
-        )
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name}: must be a float tensor of {wanted} dimensions; got {found}")
 
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
@@ -114,10 +117,8 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
     if ids.ndim != 2 or ids.shape[0] != num_rows:
         raise ValueError(f"teacher.ids: must be [N, k] with N = {num_rows} rows; got {list(ids.shape)}")
     if logprobs.shape != ids.shape or not logprobs.is_floating_point():
-        raise ValueError(
-            f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; "
-            f"got {logprobs.dtype} {list(logprobs.shape)}"
-        )
+        found = f"{logprobs.dtype} {list(logprobs.shape)}"
+        raise ValueError(f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; got {found}")
     _beside_entries(ids, teacher.temperature, temperature, "rest_logprob", teacher.rest_logprob)
     if not 1 <= ids.shape[1] <= vocabulary:
         raise ValueError(f"teacher.ids: k must lie in [1, {vocabulary}], the vocabulary; got {ids.shape[1]}")
@@ -150,10 +151,9 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
     if bool(above.any()):
         row = int(above.nonzero()[0, 0])
         mass = float(wide[row].exp().sum())
-        raise ValueError(
-            "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
-            f"got {mass:.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
-        )
+        rule = "must be log-probabilities, whose exponentials sum to at most 1 in a row"
+        remedy = "take log_softmax over the whole vocabulary before the top k"
+        raise ValueError(f"teacher.logprobs: {rule}; got {mass:.4g} in row {row}, {remedy}")
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
@@ -162,10 +162,8 @@ def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature:
     if ids.ndim != 2 or ids.shape[0] != num_rows or not ids.shape[1]:
         raise ValueError(f"teacher.ids: must be [N, m] with N = {num_rows} rows and m >= 1; got {list(ids.shape)}")
     if counts.shape != ids.shape or counts.is_floating_point() or counts.dtype == torch.bool:
-        raise ValueError(
-            f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; "
-            f"got {counts.dtype} {list(counts.shape)}"
-        )
+        found = f"{counts.dtype} {list(counts.shape)}"
+        raise ValueError(f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; got {found}")
     _beside_entries(ids, teacher.temperature, temperature, "mean_logprob", teacher.mean_logprob)
     if looked_at(validate, ids) and ids.numel():
         if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
@@ -192,6 +190,5 @@ def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)
     if twice.any():
         row, column = twice.nonzero()[0].tolist()
-        raise ValueError(
-            f"teacher.ids: must be distinct within a row; got {int(ordered[row, column])} twice in row {row}"
-        )
+        found = f"{int(ordered[row, column])} twice in row {row}"
+        raise ValueError(f"teacher.ids: must be distinct within a row; got {found}")

@@ -32,6 +32,7 @@ from distill_rl.losses.core.rows import (
     PRODUCT_ROWS,
     Buffers,
     Centre,
+    Grads,
     RowFunction,
     RowKernels,
     RowPlan,
@@ -145,10 +146,8 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        raise RuntimeError(
-            "second derivative: the losses of this package have first derivatives only; take it of "
-            "losses.reference, which is plain autograd in fp64"
-        )
+        rule = "the losses of this package have first derivatives only"
+        raise RuntimeError(f"second derivative: {rule}; take it of losses.reference, which is plain autograd in fp64")
 
 
 class _Anchor(torch.autograd.Function):
@@ -518,9 +517,7 @@ class StudentLogits:
         """
         return RowValues.apply(self.inputs, self.weight, self.bias, _Work(self.settings, function, plan), *parameters)
 
-    def loss(
-        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def loss(self, function: RowFunction, plan: RowPlan, weights: Grads) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """What `stream` returns, preceded by Σ weights · values, or by None if the caller must compute that from the values.
 
         Args:
@@ -644,7 +641,7 @@ class _GivenChunks(_Chunks):
             return Visit(rows, self.inputs[rows], None, self.buffers)
         return Visit(rows, self.inputs, self.plan.order[rows], self.buffers)
 
-    def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def backward(self, grads: Grads) -> Tensor:
         """The gradient of the logits, in their dtype; 0 for rows that are not streamed. Maybe in the logits' own memory.
 
         Args:
@@ -717,13 +714,13 @@ class _ComputedChunks(_Chunks):
             if gradients is not None:
                 gradients.add(rows, self._gradient(rows, weights), self.head)
 
-    def backward(self, gradients: Gradients, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, gradients: Gradients, grads: Grads) -> None:
         """Computes each chunk's logits again and adds its gradients to `gradients`."""
         for rows in self.pieces:
             self.load(rows)
             gradients.add(rows, self._gradient(rows, grads), self.head)
 
-    def _gradient(self, rows: slice, grads: Sequence[Tensor | None]) -> Tensor:
+    def _gradient(self, rows: slice, grads: Grads) -> Tensor:
         """∂(Σ grads · values)/∂ (the chunk's logits before a softcap), [n, Vl]; overwrites the chunk."""
         columns, shares = self.buffers.columns, _parts(grads, rows)
         if self.kernels is None:
@@ -737,7 +734,7 @@ class _ComputedChunks(_Chunks):
         return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
-def _parts(grads: Sequence[Tensor | None], rows: slice) -> list[Tensor | None]:
+def _parts(grads: Grads, rows: slice) -> list[Tensor | None]:
     return [None if grad is None else grad[rows] for grad in grads]
 
 
@@ -938,10 +935,9 @@ def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, 
         dims = [dim for dim, called in enumerate(mesh.mesh_dim_names or ()) if called == "tp"]
     if any(mesh.get_group(dim).group_name == name for dim in dims):
         return
-    raise ValueError(
-        "lm_head_weight: is sharded over ranks of which nobody has said that they work on the same rows; give hidden as a "
-        "DTensor that is replicated over them, or name them with tp_group; a weight that FSDP has sharded must be gathered"
-    )
+    rule = "is sharded over ranks of which nobody has said that they work on the same rows"
+    remedy = "give hidden as a DTensor that is replicated over them, or name them with tp_group"
+    raise ValueError(f"lm_head_weight: {rule}; {remedy}; a weight that FSDP has sharded must be gathered")
 
 
 def _keeps_width(placement: Placement, ndim: int) -> bool:

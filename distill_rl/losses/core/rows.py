@@ -317,6 +317,8 @@ class LogSums:
             total[rows].mul_(factor if total.ndim == 1 else factor[:, None])
 
 
+Grads = Sequence[Tensor | None]
+"""One per differentiable value of a row function; None for one that does not enter the loss."""
 Picked = tuple[Tensor, Tensor]
 """Centred logits gathered from single columns, [N] or [N, k], 0 where another rank holds the column; and those local
 columns of the rows at hand, [n] or [n, k], `VocabularyShard.size` where another rank holds it."""
@@ -403,7 +405,7 @@ class RowFunction(ABC):
         values, constants, self.values, self.constants = tuple(self.values), tuple(self.constants), [], ()
         return values, constants
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         """What `gradient` needs of the gradients [n] of the values of these rows; called for many chunks at once.
 
         Args:
@@ -458,7 +460,7 @@ class RowKernels(ABC):
         """The first pass over these rows' logits, before `RowFunction.complete`."""
 
     @abstractmethod
-    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+    def gradient(self, visit: Visit, grads: Grads, out: Tensor, counts: Tensor | None) -> None:
         """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
 
         Args:
@@ -544,9 +546,7 @@ class LabelWeights:
 class LabelGradient(LabelWeights):
     """The label's part of a chunk's gradient, made before the chunk u [n, width] is overwritten."""
 
-    def __init__(
-        self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
-    ):
+    def __init__(self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Grads, buffers: Buffers):
         """
         Args:
             grads: those of the cross-entropy and of the log-probability, as far as there are any.
@@ -579,12 +579,12 @@ def subtract_at(gradient: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
     return gradient.scatter_add_(1, columns[:, None], -weight[:, None])
 
 
-def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
+def given(grads: Grads, number: int) -> Tensor | None:
     """The gradient of the value with this number; None if there is none, or there are fewer values."""
     return grads[number] if number < len(grads) else None
 
 
-def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
+def weight_of(grads: Grads, number: int, u: Tensor) -> Tensor:
     """As `given`, [n] in the dtype of the chunk u; zeros for None."""
     grad = given(grads, number)
     return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
@@ -620,10 +620,8 @@ class LabelRows(RowFunction):
             self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
             self.values[1][rows] = self.entropy[rows]
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return [
-            -(weight_of(grads, number, self.lse[rows]) / self.temperature) for number in range(1 + self.with_entropy)
-        ]
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
+        return [-(weight_of(grads, i, self.lse[rows]) / self.temperature) for i in range(1 + self.with_entropy)]
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         label, log_q = weights[0], u.sub_(self.lse[rows, None])
@@ -732,7 +730,7 @@ class DenseRows(TeacherRows):
         # Below 0 there is only rounding. NaN stays.
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         # The weight of each column's slope, that of its q, and the gradient of the cross-entropy.
         kd = weight_of(grads, 0, self.student_lse[rows]) * self.temperature
         shared = LabelWeights(self.label, rows, kd, given(grads, 1)).shared
@@ -873,7 +871,7 @@ class TopKRows(TeacherRows):
             return rest_of(log_p)
         return self.held[2][rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         # The weight of D, the factor of R's columns, the columns of S, and the gradients of the label's values.
         lse = self.lse[rows]
         kd = weight_of(grads, 0, lse) * self.temperature
@@ -971,7 +969,7 @@ class SampledRows(TeacherRows):
         ids, counts = self.held
         return SampledTokens(ids[rows], counts[rows]).weights(dtype)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, grads: Grads, buffers: Buffers) -> Tensor:
         label = LabelGradient(self.label, rows, u, grads[1:], buffers)
         kd = weight_of(grads, 0, u) * self.temperature
         gradient = u.sub_(self.lse[rows, None]).exp_()

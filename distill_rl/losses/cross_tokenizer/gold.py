@@ -272,9 +272,8 @@ def by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
     columns = task.shard.columns(student)
     held = columns < task.shard.size
     divergence = task.settings.divergence
-    return _compared(
-        task, ChunkComparison(divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
-    )
+    comparison = ChunkComparison(divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
+    return _compared(task, comparison)
 
 
 def uld(task: ChunkTask) -> Terms:

@@ -160,9 +160,8 @@ class ColumnProduct:
             columns: int64 [m], distinct teacher ids.
             dtype: of the products.
         """
-        start, stop = projection.once(
-            (shard.offset, shard.size), lambda: projection.indptr[[shard.offset, shard.offset + shard.size]].tolist()
-        )
+        ends = (shard.offset, shard.offset + shard.size)
+        start, stop = projection.once(ends, lambda: projection.indptr[list(ends)].tolist())
         self.shard, self._entries, self._count = shard, slice(start, stop), projection.indices.shape[0]
         self._rows = projection.entry_rows[self._entries] - shard.offset
         self.slots = torch.full((projection.num_teacher,), -1, dtype=torch.int64, device=columns.device)

@@ -217,17 +217,14 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
     return value[0]
 
 
-def _dense_projection(bridge: VocabularyProjection) -> Tensor:
-    """W as a dense matrix [V_s, V_t] in fp64, differentiable in the bridge's values."""
-    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
-    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
-    return matrix.index_put((rows, bridge.indices), bridge.values.double())
-
-
 def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest."""
     (p, other_p, _), (q, other_q, _) = teacher, student
-    matrix = _dense_projection(settings.bridge)
+    bridge = settings.bridge
+    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
+    # W as a dense matrix [V_s, V_t], differentiable in the bridge's values.
+    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
+    matrix = matrix.index_put((rows, bridge.indices), bridge.values.double())
     projected = q @ matrix
     reachable = (matrix > 0).any(0).nonzero()[:, 0]
     top = reachable[p[reachable].topk(min(settings.top_k, len(reachable))).indices]
