@@ -94,7 +94,7 @@ def token_agreement(
     checks.common(temperature, chunk_size)
     student, shard, leading = student_of(student_logits, tp_group, "student_logits")
     counted = counted_rows(
-        labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate
+        student, leading, labels, ignore_index=ignore_index, num_labels=num_labels, validate=validate
     )
     targets: Targets | None = local_teacher(teacher, counted, shard, temperature, validate)
     counted, targets, kept, _ = counted.streamed(student, targets, validate)

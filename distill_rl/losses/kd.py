@@ -161,7 +161,7 @@ def kd_loss(
     if kd_ratio < 1 and labels is None:
         raise ValueError(f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {kd_ratio}")
     rows = counted_rows(
-        labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate,
+        student, leading, labels, ignore_index=ignore_index, num_labels=num_labels, validate=validate,
         reduction=reduction, token_weights=token_weights, num_items_in_batch=num_items_in_batch,
     )  # fmt: skip
     if teacher is None and kd_ratio > 0:
@@ -436,10 +436,9 @@ class CountedRows:
 
 
 def counted_rows(
-    labels: Tensor | None,
-    shard: VocabularyShard,
+    student: StudentLogits,
     leading: torch.Size,
-    like: Tensor,
+    labels: Tensor | None,
     *,
     ignore_index: int,
     num_labels: int | None,
@@ -451,9 +450,7 @@ def counted_rows(
     """Checks labels, weights and counts of a call against its rows.
 
     Args:
-        shard: of the student's vocabulary.
-        leading: the dimensions of the rows, [N] or [B, S].
-        like: any tensor on the device of the logits.
+        leading: the dimensions of the student's rows, [N] or [B, S].
 
     Raises:
         ValueError: an argument does not fit.
@@ -465,11 +462,11 @@ def counted_rows(
             raise ValueError(f"token_weights: {rule}; got a tensor that requires one, detach it")
         token_weights = checks.rows("token_weights", token_weights, leading)
     if labels is None:
-        valid = torch.ones(leading.numel(), dtype=torch.bool, device=like.device)
+        valid = torch.ones(leading.numel(), dtype=torch.bool, device=student.inputs.device)
     else:
         labels = checks.rows("labels", labels, leading)
         valid = labels != ignore_index
-        checks.labels("labels", labels, valid, shard.total, ignore_index, validate)
+        checks.labels("labels", labels, valid, student.settings.shard.total, ignore_index, validate)
         labels = torch.where(valid, labels, -1)
         if num_labels is not None and checks.looked_at(validate, labels) and (found := int(valid.sum())) != num_labels:
             raise ValueError(f"num_labels: must be the {found} rows that are not ignored; got {num_labels}")

@@ -24,14 +24,7 @@ from distill_rl.config.paths import described_by
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line, problem
-from distill_rl.models.families import (
-    experts_per_token,
-    family_of,
-    head_size,
-    is_decayed,
-    num_experts,
-    visited_intermediate_size,
-)
+from distill_rl.models import families
 from distill_rl.system.without_torch import gpu_possible
 
 if TYPE_CHECKING:
@@ -223,7 +216,7 @@ def plainly_whole(hf_config: Any, shapes: Shapes) -> bool:
     if getattr(hf_config, "attention_bias", False) or getattr(hf_config, "mlp_bias", False):
         return False
     hidden, inner, columns = hf_config.hidden_size, hf_config.intermediate_size, hf_config.vocab_size
-    size = head_size(hf_config) or 0
+    size = families.head_size(hf_config) or 0
     queries, keys = size * hf_config.num_attention_heads, size * hf_config.num_key_value_heads
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -781,19 +774,19 @@ def read_model_facts(folder: Path, config: Any, headers: Mapping[str, Any] | Non
         family=str(config.model_type),
         parameters=sum(prod(entry["shape"]) for entry in counted.values()),
         hidden_size=int(config.hidden_size),
-        intermediate_size=visited_intermediate_size(config),
+        intermediate_size=families.visited_intermediate_size(config),
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
-        head_dim=head_size(config),
+        head_dim=families.head_size(config),
         bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
-        num_experts=num_experts(config),
-        known_head=family_of(config).proven,
-        experts_per_token=experts_per_token(config),
+        num_experts=families.num_experts(config),
+        known_head=families.family_of(config).proven,
+        experts_per_token=families.experts_per_token(config),
         tensors=len(counted),
-        decayed=sum(is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
+        decayed=sum(families.is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
         expert_parameters=sum(prod(entry["shape"]) for name, entry in counted.items() if ".experts." in name),
     )
 

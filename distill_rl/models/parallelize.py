@@ -26,14 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, parallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -77,7 +70,7 @@ def _replicate(module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
     return list(own)
 
 
-class Replicated(ParallelStyle):
+class Replicated(parallel.ParallelStyle):
     """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -90,7 +83,7 @@ class Replicated(ParallelStyle):
         return module
 
 
-class Whole(ParallelStyle):
+class Whole(parallel.ParallelStyle):
     """Every rank holds the whole module, of any kind, and computes the same with it. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -112,7 +105,7 @@ class Whole(ParallelStyle):
         return module
 
 
-class TransposedLinear(ParallelStyle):
+class TransposedLinear(parallel.ParallelStyle):
     """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors.
 
     Args:
@@ -266,29 +259,29 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
             path = f"{weight}.{ADAPTER}"
             styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+    parallel.parallelize_module(module, tp_mesh, styles, src_data_rank=None)
     for name in frozen:  # SequenceParallel makes parameters that require gradients
         module.get_parameter(name).requires_grad_(False)
 
 
-def _style(kind: str, module: nn.Module) -> ParallelStyle:
+def _style(kind: str, module: nn.Module) -> parallel.ParallelStyle:
     """The parallel style that splits one module, by its kind in the family's plan (constants of `families`)."""
     # GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
         return TransposedLinear(kind)
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        families.COLUMN: lambda: ColwiseParallel(),
-        families.ROW: lambda: RowwiseParallel(),
-        families.GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-        families.SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
-        families.EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
-        families.HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    styles: dict[str, Callable[[], parallel.ParallelStyle]] = {
+        families.COLUMN: lambda: parallel.ColwiseParallel(),
+        families.ROW: lambda: parallel.RowwiseParallel(),
+        families.GATHERED: lambda: parallel.ColwiseParallel(output_layouts=Replicate()),
+        families.SLICED: lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+        families.EMBEDDING: lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+        families.HEAD: lambda: parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         families.REPLICATED: lambda: Replicated(),
         families.WHOLE: lambda: Whole(),
         # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
-        families.PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        families.PER_HEAD: lambda: parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()
 

@@ -90,19 +90,16 @@ class QuantizedWeight(nn.Module):
 
     def dequantize(self) -> Tensor:
         """The whole weight, in its first shape and dtype."""
-        return self._made(self.data, self.scale, self.zero)
+        return self[...]
 
     def rows(self) -> Tensor:
         """The whole weight as [..., O, I], whatever its first shape."""
         return dequantize(self.data, self.scale, self.zero, self.dtype)
 
-    def __getitem__(self, expert: int | Tensor) -> Tensor:
+    def __getitem__(self, expert: Any) -> Tensor:
         """One expert's weight, which is all that Transformers' loop over the experts asks for."""
         zero = None if self.zero is None else self.zero[expert]
-        return self._made(self.data[expert], self.scale[expert], zero)
-
-    def _made(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        weight = dequantize(data, scale, zero, self.dtype)
+        weight = dequantize(self.data[expert], self.scale[expert], zero, self.dtype)
         return weight.mT if self.transposed else weight
 
     def extra_repr(self) -> str:

@@ -33,17 +33,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from distill_rl.errors import TransportError, first_line
 from distill_rl.system.gpu_memory import gpu_phase
+from distill_rl.transport import ring as rings
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, expandable_segments, gpu_uuid
-from distill_rl.transport.ring import (
-    OpenedRing,
-    RingTransport,
-    WrittenRing,
-    round_up,
-    slot_stride,
-    state_bytes,
-    unwritten,
-    words_of,
-)
 from distill_rl.transport.segment import Address, Segment
 
 # What processes share of a GPU: an allocation, and events. Waiting for an event of a process that may die.
@@ -63,7 +54,7 @@ _DEVICE, _HANDLE, _OFFSET = 6, 7, 9
 
 def buffer_bytes(size: int) -> int:
     """The size of a buffer for `size` bytes, which the allocator takes exactly: a multiple of 2 MiB, and at least 10 MiB."""
-    return max(round_up(size, _STEP), _LEAST)
+    return max(rings.round_up(size, _STEP), _LEAST)
 
 
 @gpu_phase("transport ring")
@@ -187,7 +178,7 @@ class _Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written(WrittenRing):
+class _Written(rings.WrittenRing):
     control: Segment
     """The ring's words."""
     pool: torch.cuda.MemPool
@@ -198,7 +189,7 @@ class _Written(WrittenRing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened(OpenedRing):
+class _Opened(rings.OpenedRing):
     control: Segment
     written: list[torch.cuda.Event]
     finished: list[torch.cuda.Event]
@@ -226,7 +217,7 @@ class _Opened(OpenedRing):
         os.close(self.process)
 
 
-class CudaIpcTransport(RingTransport[_Written, _Opened]):
+class CudaIpcTransport(rings.RingTransport[_Written, _Opened]):
     """Writes one ring, or reads those of other processes on the same GPU or its peers.
 
     Args:
@@ -325,7 +316,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             wait_for(opened.written[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is written")
             for stream in opened.streams(self._device):
                 stream.wait_event(opened.written[index])  # reached by now; it makes the copy visible to the stream
-            with unwritten(opened.views(index, handle.tensors), handle.slot) as views:
+            with rings.unwritten(opened.views(index, handle.tensors), handle.slot) as views:
                 yield views
             stream, *peers = opened.streams(self._device)
             for peer in peers:
@@ -386,7 +377,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
 
 def _buffer_bytes(ring: Ring) -> int:
-    return buffer_bytes(ring.num_slots * slot_stride(ring))
+    return buffer_bytes(ring.num_slots * rings.slot_stride(ring))
 
 
 def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Written:
@@ -396,11 +387,11 @@ def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Wri
         remedy = f"take expandable_segments out of {variable}, or use transport=object_store"
         raise TransportError("transport cuda_ipc", rule, remedy=remedy)
     with ExitStack() as undo:
-        control = Segment.create(state_bytes(ring))
+        control = Segment.create(rings.state_bytes(ring))
         undo.callback(control.close)
         pool, buffer = memory or allocate(_buffer_bytes(ring), device)
         events = shared_events(ring.num_slots, device)
-        written = _Written(**words_of(control, ring), control=control, buffer=buffer, pool=pool, written=events)
+        written = _Written(**rings.words_of(control, ring), control=control, buffer=buffer, pool=pool, written=events)
         undo.pop_all()
     return written
 
@@ -413,7 +404,7 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         process = os.pidfd_open(exported.address.pid)
         undo.callback(os.close, process)
         opened = _Opened(
-            **words_of(control, exported.ring),
+            **rings.words_of(control, exported.ring),
             reader=offer.reader,
             control=control,
             buffer=import_buffer(exported.rebuild, gpu),

@@ -264,8 +264,7 @@ class RingTransport(Transport, Generic[W, R]):
         if reader not in written.ring.readers:
             what = f"ring of {self._source or 'a writer'}"
             raise TransportError(what, f"its readers are {list(written.ring.readers)}", reader)
-        payload = self._payload(written)
-        return Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
+        return Offer(self.name, self._source, self._node_id, self._device_name, reader, self._payload(written))
 
     def open(self, offer: Offer) -> Receipt:
         """Opens the ring of an offer for reading, in place of an earlier one of the same source.
@@ -288,8 +287,7 @@ class RingTransport(Transport, Generic[W, R]):
         written, specs = self._writing_side(), describe(tensors)
         with written.writing(slot, specs, layout):
             self._copy(written, slot.index, written.views(slot.index, specs), tensors)
-        payload = (self._source, written.nonce)
-        return Handle(self.name, self._node_id, slot, layout, specs, payload)
+        return Handle(self.name, self._node_id, slot, layout, specs, (self._source, written.nonce))
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
@@ -326,8 +324,8 @@ class RingTransport(Transport, Generic[W, R]):
         what = f"slot {handle.slot.index} of {source or 'a ring'}"
         opened = self._opened.get(source)
         if opened is None:
-            opened_rings = f"opened: {sorted(self._opened)}"
-            raise TransportError(what, "its ring must be opened before it is fetched", opened_rings)
+            rule = "its ring must be opened before it is fetched"
+            raise TransportError(what, rule, f"opened: {sorted(self._opened)}")
         if opened.nonce != nonce:
             raise TransportError(what, "its ring was replaced by that of a newer writer")
         return opened

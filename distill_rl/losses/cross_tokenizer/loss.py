@@ -167,9 +167,8 @@ def chunk_kd_loss(
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
     num_chunks = torch.tensor(terms.num_chunks, device=zero.device)
-    if reduction == "none":
-        return ChunkOutput(terms.kd, terms.ce, num_chunks, *masses)
-    return ChunkOutput(terms.kd.sum(), terms.ce.sum(), num_chunks, *masses)
+    kd, ce = (terms.kd, terms.ce) if reduction == "none" else (terms.kd.sum(), terms.ce.sum())
+    return ChunkOutput(kd, ce, num_chunks, *masses)
 
 
 def _checked_teacher(
