@@ -88,10 +88,8 @@ class Outline:
         tied = bool(hf_config.tie_word_embeddings)
         total = parameters[""] - (parameters.get(head, 0) if tied else 0)
         parameters.setdefault(head, parameters[embedding])
-        layers = {
-            tensor.removesuffix(".weight"): shape for tensor, shape in shapes.items() if tensor.endswith(".weight")
-        }
-        linear = {name: (shape[0], shape[1]) for name, shape in layers.items() if name.endswith("_proj")}
+        found = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
+        linear = {name: (shape[0], shape[1]) for name, shape in found.items()}
         return cls(hf_config.model_type, parameters, linear, (embedding, head), tied, total)
 
 
@@ -190,8 +188,7 @@ def _nothing(key: str, rule: str, target: str, names: Collection[str]) -> str:
     parts = [name.split(".") for name in names]
     ends = dict.fromkeys(tuple(each[-count:]) for each in parts for count in (1, 2))
     texts = [".".join(end) for end in ends if not any(part.isdecimal() for part in end)]
-    near = difflib.get_close_matches(target, texts, n=3, cutoff=0.5)
-    if near:
+    if near := difflib.get_close_matches(target, texts, n=3, cutoff=0.5):
         return problem(key, rule, target, f"did you mean {', '.join(near)}?")
     last = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
     return problem(key, rule, target, f"there are {', '.join(end for end in last if not end.isdecimal())}")
@@ -241,8 +238,7 @@ def inject(model: PreTrainedModel, student: StudentConfig) -> None:
     settings = student.lora
     assert settings is not None
     chosen = choose_layers(Outline.of_model(model), settings)
-    transposed = isinstance(model.get_submodule(chosen.adapted[0]), Conv1D)
-    injected = Injected(settings, chosen, transposed)
+    injected = Injected(settings, chosen, isinstance(model.get_submodule(chosen.adapted[0]), Conv1D))
     with torch.device("meta"):
         inject_adapter_in_model(injected.peft_config(chosen.adapted), model)
     setattr(model, _INJECTED, injected)

@@ -56,9 +56,8 @@ PASSES_WINDOW = frozenset({
 })  # fmt: skip
 """Families that tell this package's attention the window of every layer. Others write it into a mask only."""
 _NAMES = {name: f"{package}'s kernels" for package, name in VARLEN.items()}
-_NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows") | {
-    "flash_attention_2": "FlashAttention's kernels"
-}
+_NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows")
+_NAMES["flash_attention_2"] = "FlashAttention's kernels"
 """What implementations are called in messages, if not by their names."""
 
 
@@ -201,8 +200,7 @@ def _heads(what: str, hf_config: PreTrainedConfig, *, padded: bool) -> Iterator[
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):
         size, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     sizes = [size, getattr(config, "global_head_dim", None)]
-    odd = [number for number in sizes if number is not None and (number > LARGEST_HEAD or number % 8)]
-    if odd:
+    if odd := [number for number in sizes if number is not None and (number > LARGEST_HEAD or number % 8)]:
         yield f"{what} support heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {odd[0]}"
     elif not padded and values is not None and values != size:
         yield f"{what} support heads of one size, not queries of {size} and values of {values} features"
@@ -243,9 +241,8 @@ def importable(package: str) -> str | None:
     if not installed(package):
         return "it is not installed"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {package}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
-        )
+        command = [sys.executable, "-c", f"import {package}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"no answer within {_IMPORT_TIMEOUT_S} s"
     if not done.returncode:

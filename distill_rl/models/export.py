@@ -107,8 +107,7 @@ def export_model(
                 shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
             tokenizer.save_pretrained(unfinished)
             if adapter is not None:
-                place = unfinished / adapters.FOLDER
-                adapters.write_adapter(adapter, place, base=str(source), revision=revision)
+                adapters.write_adapter(adapter, unfinished / adapters.FOLDER, base=str(source), revision=revision)
             if card is not None:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
@@ -143,8 +142,7 @@ def _state(
         wholes = {name: whole(name, partial(fused.read, model, files.read, ())) for name, fused in group.items()}
         first, fused = next(iter(group.items()))
         as_dtype = written(first, fused.names[0])
-        present = {name: tensor.to(as_dtype) for name, tensor in wholes.items() if tensor is not None}
-        if present:
+        if present := {name: tensor.to(as_dtype) for name, tensor in wholes.items() if tensor is not None}:
             state |= {name: tensor.contiguous() for name, tensor in restore(model, present).items()}
     return state or None
 
@@ -301,8 +299,7 @@ def _require_name(name: str) -> None:
 
 def _require_rights(name: str, who: dict[str, Any]) -> None:
     user, owner = str(who.get("name")), name.partition("/")[0]
-    role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-    if role == "read":
+    if ((who.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
         rule = f"the token of {user} must be one that may write"
         remedy = "make one that may write, and log in with it (`hf auth login`)"
         raise ConfigError(f"--push {name}", rule, "one that may read", remedy)

@@ -272,10 +272,9 @@ def is_joined(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes several models that are joined, such as one for text and one for images."""
     import transformers.models.auto.modeling_auto as auto
 
-    parts = ("text", "vision", "audio", "thinker")
-    return config.get("model_type") in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(
-        isinstance(config.get(f"{part}_config"), Mapping) for part in parts
-    )
+    parts = (config.get(f"{part}_config") for part in ("text", "vision", "audio", "thinker"))
+    reads_images = config.get("model_type") in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return reads_images or any(isinstance(part, Mapping) for part in parts)
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig | None:
@@ -297,8 +296,7 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig | None:
     tower.architectures = [name] if isinstance(name, str) else list(name[:1])
     tower.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
-        value = getattr(config, key, None)
-        if value is not None:
+        if (value := getattr(config, key, None)) is not None:
             setattr(tower, key, value)
     return tower
 
@@ -500,9 +498,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     same hash can read the student's ids.
     """
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = [
-        {key: value for key, value in token.items() if key != "special"} for token in whole.get("added_tokens") or ()
-    ]
+    tokens = whole.get("added_tokens") or ()
+    added = [{key: value for key, value in token.items() if key != "special"} for token in tokens]
     deciding = {key: whole.get(key) for key in ("normalizer", "pre_tokenizer", "model")} | {"added_tokens": added}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 

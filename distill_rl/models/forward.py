@@ -308,12 +308,8 @@ def _forward_arguments(
 ) -> dict[str, Any]:
     # If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for
     # the device.
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "attention_mask": None,
-        "use_cache": False,
-    }
+    inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    inputs |= {"attention_mask": None, "use_cache": False}
     if not reads_documents(model.config):
         return inputs  # transformers finds the documents from the positions and makes a mask
     if documents is None:

@@ -212,8 +212,7 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
     """
-    problems = tensor_parallel_problems(model.config, tp_mesh.size())
-    if problems:
+    if problems := tensor_parallel_problems(model.config, tp_mesh.size()):
         raise ConfigError.many(problems)
     _apply_plan(model, tp_mesh, family.outer_plan if family.layer_plan else _outer_plan(model))
     # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
@@ -221,8 +220,7 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     for layer in decoder_layers(model):
         _apply_plan(layer, tp_mesh, family.layer_plan or _layer_plan(layer, families.transformers_plan(model.config)))
     tie_again(model)
-    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if plain:
+    if plain := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         rule, named = "the tensor-parallel plan must name every parameter", ", ".join(plain[:3])
         raise ConfigError(f"model family {family.name}", rule, named, "set parallel.tp: 1")
 

@@ -185,8 +185,7 @@ def attend(
     )
     kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
     scoring = Scoring(size**-0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
-    out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring)
-    return out.view(rows, width, heads, -1), None
+    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring).view(rows, width, heads, -1), None
 
 
 def attend_spread(

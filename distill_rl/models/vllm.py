@@ -262,8 +262,7 @@ def require_device(device: str, cpu: bool) -> None:
         ConfigError: any other device. The message suggests the other build or the backend hf, or, for other GPUs than
             the first, CUDA_VISIBLE_DEVICES.
     """
-    supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
-    if device in supported:
+    if device in (("", "cpu") if cpu else ("", "cuda", "cuda:0")):
         return
     if device == "cpu" or cpu:
         rule = f"this vllm is a build for {'CPUs' if cpu else 'GPUs'}"

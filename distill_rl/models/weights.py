@@ -134,8 +134,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        problems = weight_problems(f"model {folder}", folder)
-        if problems:
+        if problems := weight_problems(f"model {folder}", folder):
             raise ConfigError.many(problems)
         try:
             handles = [safe_open(file, framework="pt") for file in weight_files(folder)]
@@ -157,8 +156,7 @@ class WeightFiles:
         Raises:
             ConfigError: it has another shape.
         """
-        shape = list(self._slice(name).get_shape())
-        if shape != list(tensor.shape):
+        if (shape := list(self._slice(name).get_shape())) != list(tensor.shape):
             rule = f"shape must be {list(tensor.shape)} by config.json"
             raise ConfigError(f"{self.folder}: tensor {name}", rule, str(shape))
 
@@ -282,13 +280,10 @@ def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
     """
     tensors = stored_tensors(model)
     found = match(model, tensors, files.shapes)
-    groups = {
-        "needs tensors that are not there": [name for name, candidates in found.stored.items() if not candidates],
-        "has no such tensors": found.unexpected,
-    }
+    missing = [name for name, candidates in found.stored.items() if not candidates]
     problems = [
         f"{files.folder}: model type {model.config.model_type} {what}: {', '.join(group[:3])} ({len(group)} in all)"
-        for what, group in groups.items()
+        for what, group in (("needs tensors that are not there", missing), ("has no such tensors", found.unexpected))
         if group
     ]
     for name, fused in found.fused.items():

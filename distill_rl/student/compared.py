@@ -99,12 +99,11 @@ def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) 
     if not learnable or spec.method != "xtoken":
         return CrossTokenizer(spec.method, fixed)
     projection = LearnableProjection(fixed)
-    if world.world_size == 1:
-        return CrossTokenizer(spec.method, projection)
-    # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
-    mesh = world.parameter_mesh
-    placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    projection.logits = nn.Parameter(placed)
+    if world.world_size > 1:
+        # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
+        mesh = world.parameter_mesh
+        placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        projection.logits = nn.Parameter(placed)
     return CrossTokenizer(spec.method, projection)
 
 

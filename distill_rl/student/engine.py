@@ -97,9 +97,8 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(
-            student, world, packing=config.data.packing, longest=config.data.max_length, seed=config.run.seed
-        )
+        data, seed = config.data, config.run.seed
+        self.model = load_model(student, world, packing=data.packing, longest=data.max_length, seed=seed)
         self._by_length = length_limit(self.model.config) is not None
         columns, known_head = self.model.config.vocab_size, family_of(self.model.config).proven
         on_gpu = world.device.type == "cuda"
@@ -158,8 +157,7 @@ class StudentEngine:
         Raises:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
-        metrics = self.forward_backward(batch, targets, scores)
-        return metrics | self.optim_step()
+        return self.forward_backward(batch, targets, scores) | self.optim_step()
 
     def forward_backward(
         self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
@@ -227,13 +225,9 @@ class StudentEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         self._begin_step()
-        if not self.world.reports:
-            return {}
-        return {
-            "train/grad_norm": Metric(norm, "last"),
-            "train/lr": Metric(lr, "last"),
-            "train/skipped": Metric(float(reason is not None), "max"),
-        }
+        skipped = Metric(float(reason is not None), "max")
+        metrics = {"train/grad_norm": Metric(norm, "last"), "train/lr": Metric(lr, "last"), "train/skipped": skipped}
+        return metrics if self.world.reports else {}
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
@@ -303,8 +297,9 @@ class StudentEngine:
         Raises:
             CheckpointError: missing, damaged, or of another model.
         """
+        named = self._named_parameters()
         state, random_restored = checkpoint.load(
-            directory, parameters=self._named_parameters(), optimizer=self.optimizer, world=self.world
+            directory, parameters=named, optimizer=self.optimizer, world=self.world
         )
         self.step, self.kd_scale = state.step, state.kd_scale
         self.guard.restore(state.guard)

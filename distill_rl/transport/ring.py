@@ -180,8 +180,7 @@ class WrittenRing(_MappedRing):
         current = self.generation(slot.index)
         if slot.generation % 2 or slot.generation <= current:
             raise TransportError(what, f"the generation must be even and above {current}", slot.generation)
-        late = [i for i in self.readers_of(slot.index) if self.words[self._word(slot.index, i)] != current]
-        if late:
+        if late := [i for i in self.readers_of(slot.index) if self.words[self._word(slot.index, i)] != current]:
             rule = f"every reader must be done with generation {current} before it is written again"
             raise TransportError(what, rule, f"still reading: {', '.join(map(str, late))}")
         _, size = place(specs)
@@ -215,8 +214,7 @@ class OpenedRing(_MappedRing):
 
     def _check(self, handle: Handle) -> None:
         """Raises TransportError if the slot's present generation is not the handle's."""
-        current = self.generation(handle.slot.index)
-        if current != handle.slot.generation:
+        if (current := self.generation(handle.slot.index)) != handle.slot.generation:
             state = "being written, or left by a writer that died" if current % 2 else "written again"
             rule = f"the handle is for generation {handle.slot.generation}"
             raise TransportError(f"slot {handle.slot.index}", rule, f"generation {current} ({state})")

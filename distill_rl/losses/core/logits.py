@@ -896,8 +896,7 @@ def _computed(
     checks.floating("lm_head_weight", weight, (2,))
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
-    named = None if isinstance(weight, DTensor) else tp_group
-    local, shard = split(weight, named, dim=0, name="lm_head_weight")
+    local, shard = split(weight, None if isinstance(weight, DTensor) else tp_group, dim=0, name="lm_head_weight")
     if isinstance(weight, DTensor):
         _require_same_rows(hidden, weight, shard, tp_group)
     if isinstance(hidden, DTensor):

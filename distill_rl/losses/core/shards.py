@@ -122,8 +122,7 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
     if isinstance(tensor, DTensor):
         if tp_group is not None:
             raise ValueError(f"tp_group: a DTensor brings its own group, leave it out when {name} is one")
-        shard = _dtensor_shard(tensor, dim, name)
-        return _OwnPart.apply(tensor), shard
+        return _OwnPart.apply(tensor), _dtensor_shard(tensor, dim, name)
     size = tensor.shape[dim]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return tensor, VocabularyShard(0, size, size)

@@ -184,8 +184,7 @@ def strict(task: ChunkTask) -> Terms:
     held = torch.zeros(task.shard.size + 1, dtype=torch.bool, device=shared.device).index_fill_(0, shared, True)
     unshared = (~held[:-1]).nonzero()[:, 0]
     labelled = task.labelled_rows(rows)
-    ids = _student_top(task, rows, unshared)
-    teacher = _teacher_at(task, pairing.teacher.first[paired], ids)
+    teacher = _teacher_at(task, pairing.teacher.first[paired], _student_top(task, rows, unshared))
     ce, _, kd, *masses = labelled.run(StrictRows(labelled, teacher, unshared))
     by_chunk = kd.new_zeros(pairing.count).index_copy(0, paired, kd)
     return Terms(by_chunk, labelled.scatter(ce), len(paired), *masses)

@@ -39,18 +39,16 @@ class Method:
     needs_projection: bool = False  # whether the projection must have entries
 
 
-_METHODS = {
-    method.name: method
-    for method in (
-        Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
-        Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
-        Method("gold", partial(by_parts, balanced=True), ("logits",), label_logprob="chain", needs_common=True),
-        Method("hkl", partial(by_parts, balanced=False), ("logits",), label_logprob="chain", needs_common=True),
-        Method("uld", uld, ("logits",), label_logprob="chain"),
-        Method("alm", alm, ("topk", "logits"), label_logprob="always"),
-        Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
-    )
-}
+_KNOWN = (
+    Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
+    Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
+    Method("gold", partial(by_parts, balanced=True), ("logits",), label_logprob="chain", needs_common=True),
+    Method("hkl", partial(by_parts, balanced=False), ("logits",), label_logprob="chain", needs_common=True),
+    Method("uld", uld, ("logits",), label_logprob="chain"),
+    Method("alm", alm, ("topk", "logits"), label_logprob="always"),
+    Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
+)
+_METHODS = {method.name: method for method in _KNOWN}
 METHODS: dict[str, tuple[str, ...]] = {name: method.targets for name, method in _METHODS.items()}
 """Method → the kinds of teacher targets that it accepts."""
 REDUCTIONS = ("sum", "none")

@@ -138,8 +138,7 @@ class ChunkTask:
         """
         count = self.label_rows.shape[0]
         if first is None:
-            whole = count == self.student.num_rows
-            return LabelledRows(self, None if whole else self.label_rows)
+            return LabelledRows(self, None if count == self.student.num_rows else self.label_rows)
         waiting = torch.zeros(self.student.num_rows, dtype=torch.bool, device=first.device)
         waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])

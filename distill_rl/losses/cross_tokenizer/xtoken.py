@@ -96,8 +96,7 @@ class ProjectedRows(LabelLogprobRows):
 
 def xtoken(task: ChunkTask) -> Terms:
     student, chain = task.pairing.student, task.settings.chain
-    teacher = TeacherDistributions(task)
-    ids, top, rest = _top_columns(task, teacher)
+    ids, top, rest = _top_columns(task, TeacherDistributions(task))
     product = ColumnProduct(task.projection, task.shard, ids.unique(), task.dtype)
     slots = product.slots[ids]
     labelled = task.labelled_rows(student.first if chain else student.rows)
