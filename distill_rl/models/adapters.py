@@ -357,13 +357,9 @@ def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | 
 
     place = Path(base).expanduser()
     chosen = adapter.injected.chosen
-    config = adapter.injected.peft_config(
-        chosen.patterns,
-        modules_to_save=list(chosen.whole) or None,
-        base_model_name_or_path=str(place.resolve()) if place.is_dir() else base,
-        revision=revision,
-        inference_mode=True,
-    )
+    of_base = {"base_model_name_or_path": str(place.resolve()) if place.is_dir() else base, "revision": revision}
+    whole = list(chosen.whole) or None
+    config = adapter.injected.peft_config(chosen.patterns, modules_to_save=whole, inference_mode=True, **of_base)
     tensors = {
         f"{_PREFIX}{layer}.{part}.weight": tensor
         for layer, pair in adapter.pairs.items()

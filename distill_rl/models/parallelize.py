@@ -246,16 +246,14 @@ def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    styles = {}
+    kinds: dict[str, str] = {}
     for name, kind in plan.items():
-        part = module.get_submodule(name)
-        if not is_adapted(part):
-            styles[name] = _style(kind, part)
-            continue
-        styles[f"{name}.base_layer"] = _style(kind, part.get_submodule("base_layer"))
-        for weight, how in zip(WEIGHTS, _ADAPTERS[kind]):
-            path = f"{weight}.{ADAPTER}"
-            styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
+        if is_adapted(module.get_submodule(name)):
+            kinds[f"{name}.base_layer"] = kind
+            kinds |= {f"{name}.{weight}.{ADAPTER}": how for weight, how in zip(WEIGHTS, _ADAPTERS[kind])}
+        else:
+            kinds[name] = kind
+    styles = {name: _style(kind, module.get_submodule(name)) for name, kind in kinds.items()}
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     parallel.parallelize_module(module, tp_mesh, styles, src_data_rank=None)
     for name in frozen:  # SequenceParallel makes parameters that require gradients

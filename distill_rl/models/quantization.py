@@ -114,27 +114,18 @@ def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     dtype, weight = weight.dtype, weight.float()  # torchao's arithmetic is in the weight's dtype
     if format == "fp8":
         # Its kernels for single kinds of GPUs may round otherwise, and without a lower bound a row of zeros becomes NaN.
-        made = Float8Tensor.from_hp(
-            weight, granularity=PerRow(), hp_value_lb=1e-12, kernel_preference=KernelPreference.TORCH
-        )
+        kernels = KernelPreference.TORCH
+        made = Float8Tensor.from_hp(weight, granularity=PerRow(), hp_value_lb=1e-12, kernel_preference=kernels)
         return {"data": made.qdata, "scale": made.scale}
     block = (1, group_of(format, weight.shape[-1]))
-    least, most = (-127, 127) if format == "int8" else (0, 15)
-    kind = torch.int8 if format == "int8" else torch.uint8
-    scale, zero = choose_qparams_affine(
-        weight,
-        MappingType.SYMMETRIC if format == "int8" else MappingType.ASYMMETRIC,
-        block,
-        kind,
-        quant_min=least,
-        quant_max=most,
-        eps=torch.finfo(torch.float32).eps,
-        scale_dtype=torch.float32 if format == "int8" else dtype,
-        zero_point_dtype=kind,
-        keepdim=True,
-    )
-    codes = quantize_affine(weight, block, scale.float(), zero, kind, quant_min=least, quant_max=most)
-    if format == "int8":
+    int8 = format == "int8"
+    kind, mapping = (torch.int8, MappingType.SYMMETRIC) if int8 else (torch.uint8, MappingType.ASYMMETRIC)
+    limits = {"quant_min": -127, "quant_max": 127} if int8 else {"quant_min": 0, "quant_max": 15}
+    eps = torch.finfo(torch.float32).eps
+    dtypes = {"scale_dtype": torch.float32 if int8 else dtype, "zero_point_dtype": kind}
+    scale, zero = choose_qparams_affine(weight, mapping, block, kind, **limits, eps=eps, **dtypes, keepdim=True)
+    codes = quantize_affine(weight, block, scale.float(), zero, kind, **limits)
+    if int8:
         return {"data": codes, "scale": scale}
     return {"data": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "zero": zero}
 

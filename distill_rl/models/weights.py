@@ -65,9 +65,8 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
     varlen.register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+            settings = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, **settings)
     except (ValueError, ImportError) as error:
         rule = f"transformers must have it as a causal LM with {attention} attention"
         remedy = "try another setting of `attention`"

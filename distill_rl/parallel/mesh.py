@@ -172,15 +172,9 @@ def open_world(
     if owned:
         if store is None and world_size > 1:
             raise ConfigError("open_world", f"{world_size} ranks need a store")
-        on_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store or dist.HashStore(),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_gpu else None,
-        )
+        backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        store, timeout = store or dist.HashStore(), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
     elif dist.get_world_size() != world_size:
         rule = f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})"
         raise ConfigError("parallel", rule, f"{dp} * {sp} * {tp} = {world_size}")

@@ -107,11 +107,6 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     """The trained tensors themselves, not copies, and this rank's random state."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the trained tensors of all ranks together, and of this rank's random state."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
     def copied(self, staging: Staging | None) -> Snapshot:
         """Returns a copy in plain host memory, complete on return, which further training does not change.
 

@@ -7,16 +7,14 @@ may be learnt; then they are saved beside an export.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import pad
 
-from distill_rl.align.projection import load_projection, save_projection
+from distill_rl.align.projection import load_projection
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
 from distill_rl.losses.core.rows import accumulator
@@ -25,7 +23,6 @@ from distill_rl.models.files import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import own_columns
-from distill_rl.system.files import replacing
 from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)
@@ -144,26 +141,3 @@ def open_head(
     dtype = weight.dtype if world.device.type == "cuda" else accumulator(weight.dtype)
     bias = None if bias is None else bias.to(world.device, dtype)
     return OutputLayer(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)
-
-
-def save_learned(
-    projections: nn.ModuleDict,
-    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
-    folder: Path,
-) -> None:
-    """Writes the learned projections into `folder` as `INDEX.safetensors`, in the format that `projection.path` takes.
-
-    The folder is created only if there are any, and replaces an earlier one as a whole.
-
-    Args:
-        projections: by the index of the teacher, as in `Objective`.
-        cross_tokenizer_specs: per teacher; they name the files that the projections were loaded from.
-    """
-    if not projections:
-        return
-    with replacing(folder) as new:
-        for teacher, projection in projections.items():
-            spec = cross_tokenizer_specs[int(teacher)]
-            assert spec is not None
-            values = projection().values.detach().cpu().numpy()
-            save_projection(replace(load_projection(spec.projection), values=values), new / f"{teacher}.safetensors")

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.config.measured import is_validated
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
@@ -47,11 +48,12 @@ from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.compared import ComparedTeacher, Target, open_head, open_projection, save_learned
+from distill_rl.student.compared import ComparedTeacher, Target, open_head, open_projection
 from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
 from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
 from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
 from distill_rl.student.router_balance import RouterBalance
+from distill_rl.system.files import replacing
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TeacherPart, TokenRows
 
@@ -279,7 +281,7 @@ class StudentEngine:
 
     def checkpoint_bytes(self) -> int:
         """Returns how many bytes `save` writes on all ranks together, except a few kilobytes."""
-        return self._snapshot().num_bytes
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._snapshot().tensors.values())
 
     def _snapshot(self) -> checkpoint.Snapshot:
         """Returns what this rank saves at present: the tensors themselves, not copies."""
@@ -320,18 +322,24 @@ class StudentEngine:
         Raises:
             ExportError: on the first rank only, if the folder cannot be written.
         """
-        source, revision = self.config.student.model, self.config.student.revision
-        export_model(
-            self.model, source=source, revision=revision, tokenizer=tokenizer, out_dir=out_dir, card=card, **form
-        )
+        student = self.config.student
+        form |= {"source": student.model, "revision": student.revision, "card": card}
+        export_model(self.model, tokenizer=tokenizer, out_dir=out_dir, **form)
 
     def export_projections(self, folder: str | Path) -> None:
         """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing without any.
 
-        The files are those of `save_learned`. The parent of `folder` must exist.
+        The files are `INDEX.safetensors` by the index of the teacher, in the format that `projection.path` takes. The folder
+        replaces an earlier one as a whole; its parent must exist.
         """
-        if self.world.rank == 0:
-            save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
+        if self.world.rank or not self.objective.projections:
+            return
+        with replacing(Path(folder)) as new:
+            for teacher, projection in self.objective.projections.items():
+                spec = self.cross_tokenizer_specs[int(teacher)]
+                assert spec is not None
+                stored, values = load_projection(spec.projection), projection().values.detach().cpu().numpy()
+                save_projection(replace(stored, values=values), new / f"{teacher}.safetensors")
 
     def _run(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, last: bool = False, with_agreement: bool = False
@@ -350,14 +358,9 @@ class StudentEngine:
             start, part = first_row - batch.first_row, own_positions(self.world, rows.shape[1])
             own = rows.labels[:, part]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
-                compared = ComparedRows(
-                    to_device(own, self.world.device),
-                    batch.num_labels,
-                    blend,
-                    [teacher[start : start + rows.shape[0]].of_positions(part) for teacher in batch.teachers],
-                    int(np.count_nonzero(own != IGNORE_INDEX)),
-                    with_agreement,
-                )
+                labels, num_own = to_device(own, self.world.device), int(np.count_nonzero(own != IGNORE_INDEX))
+                teachers = [each[start : start + rows.shape[0]].of_positions(part) for each in batch.teachers]
+                compared = ComparedRows(labels, batch.num_labels, blend, teachers, num_own, with_agreement)
                 with self.routers.of(rows, batch.num_labels) as balance:
                     output = self._forward(rows, compared, fetched)
                 if backward:

@@ -196,15 +196,11 @@ class Objective(nn.Module):
         comparisons = self._comparisons(student, batch, targets)
         # CE takes part in the pass of the first teacher whose pass can have it, and a pass of its own if there is none.
         carrier = next((i for i, each in enumerate(comparisons) if each.can_have_ce), None)
-        terms, weighed = [], []
-        for i, each in enumerate(comparisons):
-            term = each.term(self.config, student, batch, batch.blend.ce if i == carrier else 0.0)
-            terms.append(term)
-            weighed.append(term.kd * each.kd_factor(batch))
-        if carrier is None:
-            of_ce = token_term(self.config, student, batch, None, 0.0, batch.blend.ce)
-        else:
-            of_ce = terms[carrier]
+        ce = batch.blend.ce
+        carried = [ce if i == carrier else 0.0 for i in range(len(comparisons))]
+        terms = [each.term(self.config, student, batch, weight) for each, weight in zip(comparisons, carried)]
+        weighed = [term.kd * each.kd_factor(batch) for term, each in zip(terms, comparisons)]
+        of_ce = token_term(self.config, student, batch, None, 0.0, ce) if carrier is None else terms[carrier]
         if not terms:
             return ObjectiveOutput(of_ce.loss, of_ce.kd, of_ce.ce, (), of_ce.teacher_mass)
         first = next((i for i, each in enumerate(comparisons) if each.target is not None), 0)

@@ -595,7 +595,7 @@ class _Chunks(ABC):
     def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
         self.inputs, self.settings, self.function, self.plan = student.inputs, student.settings, function, plan
         self.pieces, self.u = plan.pieces, student.like
-        size, given = max(plan.largest, 1), student.weight is None
+        size, given = max([1, *(rows.stop - rows.start for rows in plan.pieces)]), student.weight is None
         self.buffers = Buffers(size, self.settings.shard.size, self.u.dtype, self.u.device, reloaded=given)
 
     @abstractmethod

@@ -102,11 +102,6 @@ class RowPlan:
         """M, the number of rows streamed."""
         return self.pieces[-1].stop if self.pieces else 0
 
-    @property
-    def largest(self) -> int:
-        """Rows of the largest chunk."""
-        return max((rows.stop - rows.start for rows in self.pieces), default=0)
-
     def take(self, logits: Tensor, rows: slice) -> Tensor:
         """The logits of one chunk: [N, Vl] → [n, Vl], a view without `order`, otherwise a copy."""
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])

@@ -270,11 +270,6 @@ class TeacherDistributions:
     def _rows(self, rows: Tensor) -> Tensor:
         return self.teacher.of(rows, self._dtype).mul_(1 / self._settings.temperature).log_softmax(1)
 
-    @cached_property
-    def complement(self) -> Tensor:
-        """[count], log(1 − exp(continuation)): the chunk's later tokens do not follow; the floor with `mean`."""
-        return complement(self.continuation)
-
 
 class Compared(torch.autograd.Function):
     """D of a few outcomes per row, from log-probabilities of student and teacher: [n, m] → [n]. Only log_q gets a gradient.

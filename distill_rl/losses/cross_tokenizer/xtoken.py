@@ -34,6 +34,7 @@ from distill_rl.losses.cross_tokenizer.task import (
     LabelLogprobRows,
     TeacherDistributions,
     Terms,
+    complement,
 )
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
@@ -133,7 +134,7 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> tuple[Tensor
         top[group] = log_p.gather(1, ids[group])
         rest[group] = log_p.scatter_(1, ids[group], floor).logsumexp(1)
     top = (top + teacher.continuation[:, None]).clamp_min(floor)
-    return ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor)
+    return ids, top, torch.logaddexp(rest + teacher.continuation, complement(teacher.continuation)).clamp_min(floor)
 
 
 def _compare(task: ChunkTask, top: Tensor, rest: Tensor, q: Tensor) -> Tensor:
