@@ -107,9 +107,8 @@ class VllmEngine:
             raise ConfigError("backend vllm", "needs vllm, which is not installed", str(error), install) from error
         self.on_cpu: bool = current_platform.is_cpu()
         require_device(settings.device, self.on_cpu)
-        if (
-            dist.is_initialized() and (ranks := dist.get_world_size()) > 1
-        ):  # vllm would divide the model over their group
+        # vllm would divide the model over the ranks' process group.
+        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
             found = f"one of {ranks} ranks"
             raise ConfigError("backend vllm", "needs a process of its own", found, "take the backend hf")
         # One process alone has no shared memory.

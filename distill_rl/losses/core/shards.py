@@ -72,10 +72,8 @@ class VocabularyShard:
             return
         largest, smallest = int(sizes[0]), -int(sizes[1])
         if largest != smallest:
-            rule, found = (
-                "plain shards must be equally wide on all ranks of tp_group",
-                f"{smallest} to {largest} columns",
-            )
+            rule = "plain shards must be equally wide on all ranks of tp_group"
+            found = f"{smallest} to {largest} columns"
             raise ValueError(f"{self.assumed}: {rule}; got {found}; pad them, or give a DTensor Shard")
         _EQUAL.add(known)
 

@@ -122,10 +122,8 @@ class PairKernels(RowKernels):
         normalisers = function.centre.value[rows], lse, function.teacher_centre.value[rows], function.teacher_lse[rows]
         sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale, FLOOR
         block = _block_for(logits.shape[1], PAIR_BLOCK)
-        grid, teacher_leads = (
-            (_length(rows), triton.cdiv(logits.shape[1], block)),
-            function.divergence.leads == "teacher",
-        )
+        grid = _length(rows), triton.cdiv(logits.shape[1], block)
+        teacher_leads = function.divergence.leads == "teacher"
         arguments = logits, teacher, order, teacher_order, counts, out, *normalisers, kd, factor
         further = *_label_arguments(label), *sizes
         _start(kernels.pair_gradient, grid, *arguments, *further, TEACHER_LEADS=teacher_leads, BLOCK=block)
