@@ -335,9 +335,8 @@ def gather(model: nn.Module) -> Adapter | None:
     if distributed.is_initialized() and distributed.get_rank():
         return None
     values = {name: wholes[id(parameter)] for name, parameter in trained.items()}
-    pairs = {
-        name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in WEIGHTS) for name in adapted_layers(model)
-    }
+    layers = adapted_layers(model)
+    pairs = {name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in WEIGHTS) for name in layers}
     return Adapter(injected, pairs, values)  # type: ignore[arg-type]
 
 

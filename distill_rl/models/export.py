@@ -153,9 +153,8 @@ def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) 
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    split = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
-    )
+    pattern = "model{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=max_file_bytes)
     for file_name, names in split.filename_to_tensors.items():
         save_file({name: state[name] for name in names}, folder / file_name, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file_name)

@@ -166,9 +166,8 @@ def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, se
     if sp == 1:
         return []
     if (limit := length_limit(hf_config)) is not None:
-        rule = (
-            f"rotary frequencies of type {limit.kind} follow from a document's length, and no rank sees whole documents"
-        )
+        why = f"rotary frequencies of type {limit.kind} follow from a document's length"
+        rule = f"{why}, and no rank sees whole documents"
         return [problem(setting, rule, sp, f"set {setting}=1")]
     by_heads = tp > 1 and _splits_heads(family_of(hf_config).layer_plan or transformers_plan(hf_config))
     heads = hf_config.num_attention_heads // (tp if by_heads else 1)

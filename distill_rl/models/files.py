@@ -303,9 +303,8 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 def no_tower(family: str) -> str:
     """Why a joined model cannot be used, as a rule for a message: `text_tower` gives None."""
-    return (
-        f"{family} reads images or sound beside text, and transformers has no causal language model of its text alone"
-    )
+    reads = "reads images or sound beside text"
+    return f"{family} {reads}, and transformers has no causal language model of its text alone"
 
 
 def _renamed(part: PreTrainedConfig, family: str) -> PreTrainedConfig:

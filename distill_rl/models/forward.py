@@ -106,9 +106,8 @@ def use_own_lengths(model: PreTrainedModel) -> None:
         return
     rotary = [module for module in model.modules() if hasattr(module, "rope_type") and _frequencies(module)]
     if not rotary:
-        rule = (
-            f"the family's rotary frequencies of type {limit.kind} must be known, because they follow from the length"
-        )
+        frequencies = f"the family's rotary frequencies of type {limit.kind}"
+        rule = f"{frequencies} must be known, because they follow from the length"
         raise ConfigError(f"model type {model.config.model_type}", rule, remedy="use a model of another family")
     for module in rotary:
         original = type(module).forward

@@ -190,8 +190,7 @@ def _load_as_stored(
         raise ConfigError(key, rule, f"{type(error).__name__}: {first_line(error)}", remedy) from error
     model, report = loaded
     # A mismatched key comes with its two shapes.
-    wrong = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
-    if wrong:
+    if wrong := sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"]):
         rule = f"{folder} lacks tensors that {model.config.model_type} needs, or has them in another shape"
         raise ConfigError(key, rule, f"{', '.join(wrong[:3])} ({len(wrong)} in all)", "copy the model again")
     weights.without_cache(model)

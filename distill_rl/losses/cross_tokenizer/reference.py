@@ -100,11 +100,9 @@ def chunk_kd_loss(
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
-    whole = reduction == "sum"
     nothing = z.new_zeros(())
-    return ChunkOutput(
-        kd.sum() + zero if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing
-    )
+    kd, ce = (kd.sum() + zero, ce.sum()) if reduction == "sum" else (kd, ce)
+    return ChunkOutput(kd, ce, torch.tensor(counted), nothing, nothing)
 
 
 def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:
@@ -211,9 +209,8 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
     ids = torch.tensor([[counterpart[int(teacher.ids[0, place])] for place in kept]], dtype=torch.int64)
     rest_p = rest_p + logprobs[0, lost].exp().sum()
     known = TopKLogprobs(ids, logprobs[:, kept], rest_p.log()[None], teacher.temperature)
-    value, _, _ = reference._rows(
-        student, known, settings.divergence, settings.beta, settings.temperature, settings.tail
-    )
+    how = settings.divergence, settings.beta, settings.temperature, settings.tail
+    value, *_ = reference._rows(student, known, *how)
     return value[0]
 
 

@@ -145,9 +145,8 @@ class ChunkTask:
         num_first = first.shape[0]
         if pieces is None:
             pieces = [*chunks(num_first, self.piece)]
-        others = [
-            slice(num_first + rows.start, num_first + rows.stop) for rows in chunks(count - num_first, self.piece)
-        ]
+        rest = chunks(count - num_first, self.piece)
+        others = [slice(num_first + rows.start, num_first + rows.stop) for rows in rest]
         return LabelledRows(self, order, [*pieces, *others], num_first)
 
 
