@@ -14,7 +14,6 @@ The logits are streamed as in the losses: no more than a chunk ever exists in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,11 +91,10 @@ def token_agreement(
     """
     if isinstance(teacher, SampledTokens):
         raise ValueError("teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got SampledTokens")
-    checks.positive("temperature", temperature)
-    checks.at_least_one("chunk_size", chunk_size)
+    checks.common(temperature, chunk_size)
     student, shard, leading = student_of(student_logits, tp_group, "student_logits")
     counted = counted_rows(
-        labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate
+        student, leading, labels, ignore_index=ignore_index, num_labels=num_labels, validate=validate
     )
     targets: Targets | None = local_teacher(teacher, counted, shard, temperature, validate)
     counted, targets, kept, _ = counted.streamed(student, targets, validate)
@@ -172,9 +170,6 @@ class _AgreementRows(RowFunction):
         self.acceptance[rows].clamp_max_(1)
         self.acceptance_low[rows].clamp_max_(1)
         self.top1[rows].masked_fill_(self.acceptance[rows].isnan(), torch.nan)
-
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        raise NotImplementedError("a measurement, not a loss")
 
 
 class _DenseAgreement(_AgreementRows):

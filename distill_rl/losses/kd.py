@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.checks import TAILS, Backend, Tail
+from distill_rl.losses.core.checks import Backend, Tail
 from distill_rl.losses.core.logits import (
     DenseTeacher,
     Head,
@@ -161,7 +161,7 @@ def kd_loss(
     if kd_ratio < 1 and labels is None:
         raise ValueError(f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {kd_ratio}")
     rows = counted_rows(
-        labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate,
+        student, leading, labels, ignore_index=ignore_index, num_labels=num_labels, validate=validate,
         reduction=reduction, token_weights=token_weights, num_items_in_batch=num_items_in_batch,
     )  # fmt: skip
     if teacher is None and kd_ratio > 0:
@@ -174,10 +174,8 @@ def kd_loss(
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
     frame = RowFrame(counted.num_rows, shard, temperature, student.like)
     function = _row_function(frame, targets, counted.labels, comparison, tail)
-    dense = isinstance(targets, DenseTeacher)
-    size = chunk_size or student.default_chunk(
-        shard.widest, dense=dense, computed=isinstance(targets, DenseTeacher) and targets.computed, function=function
-    )
+    dense, computed = isinstance(targets, DenseTeacher), isinstance(targets, DenseTeacher) and targets.computed
+    size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed, function=function)
     plan = RowPlan([*chunks(counted.num_rows, size)], kept, counts)
     if reduction == "none":
         values: Sequence[Tensor] = student.stream(function, plan)
@@ -240,9 +238,8 @@ class KDLoss(nn.Module):
         super().__init__()
         allowed = KDSettings.__annotations__.keys()
         if unknown := settings.keys() - allowed:
-            raise TypeError(
-                f"KDLoss has no setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(allowed))}"
-            )
+            known = ", ".join(sorted(allowed))
+            raise TypeError(f"KDLoss has no setting {', '.join(sorted(unknown))}; there are {known}")
         defaults = {name: parameter.default for name, parameter in inspect.signature(kd_loss).parameters.items()}
         values: dict[str, Any] = defaults | settings
         _checked(**{name: values[name] for name in inspect.signature(_checked).parameters})
@@ -321,9 +318,7 @@ def vocab_parallel_logprobs(
             `inplace_backward` of a leaf.
         RuntimeError: a second backward with `inplace_backward`.
     """
-    checks.positive("temperature", temperature)
-    checks.at_least_one("chunk_size", chunk_size)
-    checks.backend(backend)
+    checks.common(temperature, chunk_size, backend=backend)
     student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward, backend=backend)
     targets = checks.rows("target_ids", target_ids, leading)
     frame = RowFrame(student.num_rows, shard, temperature, student.like)
@@ -367,13 +362,11 @@ def _checked(
     backend: str | None,
 ) -> Divergence:
     """The divergence with its β; raises ValueError for a setting outside its range."""
-    checks.positive("temperature", temperature)
-    checks.one_of("tail", tail, TAILS)
-    checks.backend(backend)
-    checks.at_least_one("chunk_size", chunk_size)
+    checks.common(temperature, chunk_size, backend=backend, tail=tail)
     found = resolve(divergence, beta)
     checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.in_unit_interval("kd_ratio", kd_ratio)
+    if not 0 <= kd_ratio <= 1:
+        raise ValueError(f"kd_ratio: must lie in [0, 1]; got {kd_ratio!r}")
     return found
 
 
@@ -443,10 +436,9 @@ class CountedRows:
 
 
 def counted_rows(
-    labels: Tensor | None,
-    shard: VocabularyShard,
+    student: StudentLogits,
     leading: torch.Size,
-    like: Tensor,
+    labels: Tensor | None,
     *,
     ignore_index: int,
     num_labels: int | None,
@@ -458,9 +450,7 @@ def counted_rows(
     """Checks labels, weights and counts of a call against its rows.
 
     Args:
-        shard: of the student's vocabulary.
-        leading: the dimensions of the rows, [N] or [B, S].
-        like: any tensor on the device of the logits.
+        leading: the dimensions of the student's rows, [N] or [B, S].
 
     Raises:
         ValueError: an argument does not fit.
@@ -468,16 +458,15 @@ def counted_rows(
     checks.count("num_items_in_batch", num_items_in_batch)
     if token_weights is not None:
         if token_weights.requires_grad:
-            raise ValueError(
-                "token_weights: are constants and get no gradient; got a tensor that requires one, detach it"
-            )
+            rule = "are constants and get no gradient"
+            raise ValueError(f"token_weights: {rule}; got a tensor that requires one, detach it")
         token_weights = checks.rows("token_weights", token_weights, leading)
     if labels is None:
-        valid = torch.ones(leading.numel(), dtype=torch.bool, device=like.device)
+        valid = torch.ones(leading.numel(), dtype=torch.bool, device=student.inputs.device)
     else:
         labels = checks.rows("labels", labels, leading)
         valid = labels != ignore_index
-        checks.labels("labels", labels, valid, shard.total, ignore_index, validate)
+        checks.labels("labels", labels, valid, student.settings.shard.total, ignore_index, validate)
         labels = torch.where(valid, labels, -1)
         if num_labels is not None and checks.looked_at(validate, labels) and (found := int(valid.sum())) != num_labels:
             raise ValueError(f"num_labels: must be the {found} rows that are not ignored; got {num_labels}")
@@ -511,10 +500,8 @@ def local_teacher(
         weight = local_like(teacher.lm_head_weight.detach(), shard, dim=0, name="teacher.lm_head_weight")
         hidden, width = teacher.hidden.detach(), weight.shape[1]
         if hidden.shape[:-1].numel() != rows.num_rows or hidden.shape[-1] != width:
-            raise ValueError(
-                f"teacher.hidden: must have {rows.num_rows} rows of {width}, the width of its lm_head_weight; "
-                f"got {list(hidden.shape)}"
-            )
+            rule = f"must have {rows.num_rows} rows of {width}, the width of its lm_head_weight"
+            raise ValueError(f"teacher.hidden: {rule}; got {list(hidden.shape)}")
         if teacher.softcap is not None:
             checks.positive("teacher.softcap", teacher.softcap)
         bias = teacher.bias

@@ -41,14 +41,6 @@ LOG_DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 """Terms of a divergence between log-probabilities of the teacher p and the student q."""
 
 
-def _of_probabilities(terms: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Returns a function like `terms` that takes probabilities instead of log-probabilities."""
-    return lambda p, q, beta: terms(p.log(), q.log(), beta)
-
-
-DIVERGENCES = {name: _of_probabilities(terms) for name, terms in LOG_DIVERGENCES.items()}
-"""The same of probabilities."""
-
 # κ·(q − p), which makes every term non-negative even if the probabilities do not sum to one.
 BALANCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "forward_kl": lambda p, q, _: q - p,
@@ -80,9 +72,7 @@ def kd_loss(
     The arguments mean the same; those that concern speed, sharding and validation are missing. Nothing is checked.
     """
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
-    valid = (
-        torch.ones(len(z), dtype=torch.bool, device=z.device) if labels is None else labels.reshape(-1) != ignore_index
-    )
+    valid = torch.ones_like(z[:, 0], dtype=torch.bool) if labels is None else labels.reshape(-1) != ignore_index
     kd, teacher_mass, student_mass = _rows(z / temperature, teacher, divergence, beta, temperature, tail)
     kd = temperature**2 * kd
     ce = None

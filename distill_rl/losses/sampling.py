@@ -72,8 +72,7 @@ def vocab_parallel_sample(
             another shape or dtype, or shards that do not fit (`split`).
     """
     checks.floating("logits", logits, (2, 3))
-    checks.positive("temperature", temperature)
-    checks.at_least_one("chunk_size", chunk_size)
+    checks.common(temperature, chunk_size)
     if not 1 <= n <= MOST_DRAWS:
         raise ValueError(f"n: must lie in [1, {MOST_DRAWS}]; got {n}")
     if keys.dtype != torch.int64:

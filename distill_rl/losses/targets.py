@@ -5,12 +5,18 @@ Legend: N tokens, V vocabulary, Vl this rank's columns of it, k or m entries per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+
+def with_each_tensor(target: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The target, of any kind, with what `change` makes of each of its tensors."""
+    values = {field.name: getattr(target, field.name) for field in fields(target)}
+    return replace(target, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def _in_fp32(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -38,8 +44,7 @@ class _Entries:
 
     def select(self, kept: Tensor) -> Self:
         """The targets of the rows with the numbers `kept` only."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: each[kept] for name, each in tensors.items() if isinstance(each, Tensor)})
+        return with_each_tensor(self, lambda tensor: tensor[kept])
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> Self:

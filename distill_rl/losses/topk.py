@@ -52,9 +52,7 @@ def vocab_parallel_topk(
             or shards that do not fit (`split`).
     """
     checks.floating("logits", logits, (2, 3))
-    checks.positive("temperature", temperature)
-    checks.at_least_one("chunk_size", chunk_size)
-    checks.backend(backend)
+    checks.common(temperature, chunk_size, backend=backend)
     local, shard = split(logits, tp_group, dim=-1, name="logits")
     if not 1 <= k <= shard.total:
         raise ValueError(f"k: must lie in [1, {shard.total}], the vocabulary; got {k}")

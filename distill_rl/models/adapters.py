@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -66,24 +66,14 @@ class Outline:
     def of_model(cls, model: PreTrainedModel) -> Outline:
         """That of a model, usually on the meta device."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        modules = dict(model.named_modules())
+        modules, tied = dict(model.named_modules()), model.all_tied_weights_keys
         tables = tuple(name for name, module in modules.items() if module in ends)
-        return cls(
-            model.config.model_type,
-            {name: sum(tensor.numel() for tensor in module.parameters()) for name, module in modules.items()},
-            {
-                name: (module.weight.shape[0], module.weight.shape[1])
-                for name, module in modules.items()
-                if is_linear(module) and name not in tables
-            },
-            tables,
-            bool(model.all_tied_weights_keys),
-            sum(
-                tensor.numel()
-                for name, tensor in model.named_parameters(remove_duplicate=False)
-                if name not in model.all_tied_weights_keys
-            ),
-        )
+        parameters = {name: sum(tensor.numel() for tensor in each.parameters()) for name, each in modules.items()}
+        weights = {name: each.weight for name, each in modules.items() if is_linear(each) and name not in tables}
+        linear = {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        total = sum(tensor.numel() for name, tensor in every if name not in tied)
+        return cls(model.config.model_type, parameters, linear, tables, bool(tied), total)
 
     @classmethod
     def of_files(cls, hf_config: Any, shapes: Shapes) -> Outline:
@@ -98,10 +88,8 @@ class Outline:
         tied = bool(hf_config.tie_word_embeddings)
         total = parameters[""] - (parameters.get(head, 0) if tied else 0)
         parameters.setdefault(head, parameters[embedding])
-        layers = {
-            tensor.removesuffix(".weight"): shape for tensor, shape in shapes.items() if tensor.endswith(".weight")
-        }
-        linear = {name: (shape[0], shape[1]) for name, shape in layers.items() if name.endswith("_proj")}
+        found = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
+        linear = {name: (shape[0], shape[1]) for name, shape in found.items()}
         return cls(hf_config.model_type, parameters, linear, (embedding, head), tied, total)
 
 
@@ -154,7 +142,10 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
     if outline.tied and whole & {*outline.tables}:
         whole |= {*outline.tables}
     names = tuple(name for name in outline.linear if name in adapted)
-    patterns = _patterns(outline.parameters, names, lora.targets)
+    # The settings' targets, or else the last parts of the names, if these find the adapted layers alone; otherwise all names.
+    ends = tuple(lora.targets or sorted({name.rpartition(".")[2] for name in names}))
+    found = set().union(*(_ending(outline.parameters, end) for end in ends))
+    patterns = ends if found == adapted else names
     return Chosen(names, tuple(name for name in outline.parameters if name in whole), patterns)
 
 
@@ -183,13 +174,6 @@ def _ending(names: Collection[str], end: str) -> set[str]:
     return {name for name in names if name == end or name.endswith(f".{end}")}
 
 
-def _patterns(modules: Collection[str], adapted: Collection[str], targets: list[str] | None) -> tuple[str, ...]:
-    """The settings' targets, or else the last parts of the names, if these find `adapted` alone; otherwise all names."""
-    ends = targets or sorted({name.rpartition(".")[2] for name in adapted})
-    found = set().union(*(_ending(modules, end) for end in ends))
-    return tuple(ends) if found == set(adapted) else tuple(adapted)
-
-
 def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) -> str:
     if set(named) & {*outline.tables}:
         rule = "is an embedding or the output layer, which has no adapter"
@@ -200,22 +184,14 @@ def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) 
 
 def _nothing(key: str, rule: str, target: str, names: Collection[str]) -> str:
     """A problem with the most similar ends of names as its remedy."""
-    near = difflib.get_close_matches(target, list(_ends(names)), n=3, cutoff=0.5)
-    if near:
+    # The last part of every name, and its last two, each once and without the numbers of layers.
+    parts = [name.split(".") for name in names]
+    ends = dict.fromkeys(tuple(each[-count:]) for each in parts for count in (1, 2))
+    texts = [".".join(end) for end in ends if not any(part.isdecimal() for part in end)]
+    if near := difflib.get_close_matches(target, texts, n=3, cutoff=0.5):
         return problem(key, rule, target, f"did you mean {', '.join(near)}?")
     last = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
     return problem(key, rule, target, f"there are {', '.join(end for end in last if not end.isdecimal())}")
-
-
-def _ends(names: Collection[str]) -> Iterator[str]:
-    """The last part of every name, and its last two, each once and without the numbers of layers."""
-    seen = set()
-    for name in names:
-        parts = name.split(".")
-        for end in (parts[-1:], parts[-2:]):
-            if not any(part.isdecimal() for part in end) and tuple(end) not in seen:
-                seen.add(tuple(end))
-                yield ".".join(end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +238,7 @@ def inject(model: PreTrainedModel, student: StudentConfig) -> None:
     settings = student.lora
     assert settings is not None
     chosen = choose_layers(Outline.of_model(model), settings)
-    transposed = isinstance(model.get_submodule(chosen.adapted[0]), Conv1D)
-    injected = Injected(settings, chosen, transposed)
+    injected = Injected(settings, chosen, isinstance(model.get_submodule(chosen.adapted[0]), Conv1D))
     with torch.device("meta"):
         inject_adapter_in_model(injected.peft_config(chosen.adapted), model)
     setattr(model, _INJECTED, injected)
@@ -351,9 +326,8 @@ def gather(model: nn.Module) -> Adapter | None:
 
     injected = injected_in(model)
     assert injected is not None
-    trained = {
-        name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
-    }
+    every = model.named_parameters(remove_duplicate=False)
+    trained = {name: parameter for name, parameter in every if parameter.requires_grad}
     wholes: dict[int, Tensor | None] = {}
     for parameter in trained.values():
         if id(parameter) not in wholes:  # tied ones once
@@ -361,9 +335,8 @@ def gather(model: nn.Module) -> Adapter | None:
     if distributed.is_initialized() and distributed.get_rank():
         return None
     values = {name: wholes[id(parameter)] for name, parameter in trained.items()}
-    pairs = {
-        name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in WEIGHTS) for name in adapted_layers(model)
-    }
+    layers = adapted_layers(model)
+    pairs = {name: tuple(values.pop(f"{name}.{part}.{ADAPTER}.weight") for part in WEIGHTS) for name in layers}
     return Adapter(injected, pairs, values)  # type: ignore[arg-type]
 
 
@@ -383,13 +356,9 @@ def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | 
 
     place = Path(base).expanduser()
     chosen = adapter.injected.chosen
-    config = adapter.injected.peft_config(
-        chosen.patterns,
-        modules_to_save=list(chosen.whole) or None,
-        base_model_name_or_path=str(place.resolve()) if place.is_dir() else base,
-        revision=revision,
-        inference_mode=True,
-    )
+    of_base = {"base_model_name_or_path": str(place.resolve()) if place.is_dir() else base, "revision": revision}
+    whole = list(chosen.whole) or None
+    config = adapter.injected.peft_config(chosen.patterns, modules_to_save=whole, inference_mode=True, **of_base)
     tensors = {
         f"{_PREFIX}{layer}.{part}.weight": tensor
         for layer, pair in adapter.pairs.items()

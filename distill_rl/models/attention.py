@@ -28,6 +28,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.families import family_of, head_size
 
@@ -55,9 +56,8 @@ PASSES_WINDOW = frozenset({
 })  # fmt: skip
 """Families that tell this package's attention the window of every layer. Others write it into a mask only."""
 _NAMES = {name: f"{package}'s kernels" for package, name in VARLEN.items()}
-_NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows") | {
-    "flash_attention_2": "FlashAttention's kernels"
-}
+_NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows")
+_NAMES["flash_attention_2"] = "FlashAttention's kernels"
 """What implementations are called in messages, if not by their names."""
 
 
@@ -70,22 +70,18 @@ class ChosenAttention:
 
 
 def choose(
-    attention: str,
+    settings: StudentConfig | TeacherConfig,
     hf_config: PreTrainedConfig,
     *,
-    dtype: str,
     packing: bool,
-    training: bool,
     no_kernel: str | None,
     spread: bool = False,
 ) -> ChosenAttention:
     """Chooses the attention implementation for one model, by the rules of this module, and says why.
 
     Args:
-        attention: the setting `attention`, or transformers' name of an implementation.
-        dtype: in which the model computes: fp32, bf16 or fp16.
+        settings: of the model: a student is trained, so its attention dropout counts.
         packing: rows may hold several documents.
-        training: the model is trained, so its attention dropout counts.
         no_kernel: why the device has no variable-length kernels, `ON_CPU` for a CPU; None if it has them.
         spread: the positions of rows are divided over ranks.
 
@@ -93,13 +89,14 @@ def choose(
         ConfigError: `varlen`, or with `spread` `flash_attention_2`, is requested and not available; or what is requested
             does not compute what the model's config asks of attention.
     """
+    attention, training = settings.attention, isinstance(settings, StudentConfig)
     key = "student.attention" if training else "teachers[].attention"
     if not spread and attention not in ("auto", "varlen"):
         # Those of this package are judged by what they are given when they run.
         if attention not in OURS and (missing := list(lacks(attention, hf_config))):
             raise ConfigError.many([problem(key, rule, attention, "set it to auto") for rule in missing])
         return ChosenAttention(attention, "as configured")
-    blocked = {name: next(obstacles(name, hf_config, dtype=dtype, training=training), None) for name in VARLEN}
+    blocked = {name: next(obstacles(name, hf_config, dtype=settings.dtype, training=training), None) for name in VARLEN}
     if no_kernel is not None:
         blocked = dict.fromkeys(VARLEN, no_kernel)
     package = next((name for name in VARLEN if blocked[name] is None), None)
@@ -112,12 +109,10 @@ def choose(
             if blocked["flash_attn"] is not None:
                 raise ConfigError(key, blocked["flash_attn"], attention, "set it to auto")
             package = "flash_attn"
+        why = "all positions of some heads on every rank, by"
         if package is None or attention in ("sdpa", "eager"):
-            return ChosenAttention(
-                SPREAD["sdpa"], "all positions of some heads on every rank, by sdpa within documents"
-            )
-        why = f"all positions of some heads on every rank, by variable-length kernels of {package}"
-        return ChosenAttention(SPREAD[package], why)
+            return ChosenAttention(SPREAD["sdpa"], f"{why} sdpa within documents")
+        return ChosenAttention(SPREAD[package], f"{why} variable-length kernels of {package}")
     if attention == "varlen":
         assert package is not None
         return ChosenAttention(VARLEN[package], f"variable-length kernels of {package}, as configured")
@@ -125,9 +120,8 @@ def choose(
     if no_kernel == ON_CPU:
         return plain
     if not family_of(hf_config).proven:
-        return ChosenAttention(
-            plain.implementation, f"{plain.why}; the family is not proven to pass on where documents end"
-        )
+        why = f"{plain.why}; the family is not proven to pass on where documents end"
+        return ChosenAttention(plain.implementation, why)
     if package is not None:
         return ChosenAttention(VARLEN[package], f"no mask; packed rows by variable-length kernels of {package}")
     if not packing and softcap_of(hf_config) is None and window_of(hf_config) is None:
@@ -206,8 +200,7 @@ def _heads(what: str, hf_config: PreTrainedConfig, *, padded: bool) -> Iterator[
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):
         size, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     sizes = [size, getattr(config, "global_head_dim", None)]
-    odd = [number for number in sizes if number is not None and (number > LARGEST_HEAD or number % 8)]
-    if odd:
+    if odd := [number for number in sizes if number is not None and (number > LARGEST_HEAD or number % 8)]:
         yield f"{what} support heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {odd[0]}"
     elif not padded and values is not None and values != size:
         yield f"{what} support heads of one size, not queries of {size} and values of {values} features"
@@ -248,9 +241,8 @@ def importable(package: str) -> str | None:
     if not installed(package):
         return "it is not installed"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {package}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
-        )
+        command = [sys.executable, "-c", f"import {package}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"no answer within {_IMPORT_TIMEOUT_S} s"
     if not done.returncode:
@@ -277,9 +269,8 @@ def chunk_of(hf_config: PreTrainedConfig) -> int | None:
 
 def floor_of(hf_config: PreTrainedConfig) -> int | None:
     """Tokens of a row from which on attention is scaled by the place in it, in a model with such layers (Llama 4); else None."""
-    scaled = getattr(hf_config, "attn_temperature_tuning", None) and 0 in (
-        getattr(hf_config, "no_rope_layers", None) or ()
-    )
+    kinds = getattr(hf_config, "no_rope_layers", None) or ()
+    scaled = getattr(hf_config, "attn_temperature_tuning", None) and 0 in kinds
     return getattr(hf_config, "floor_scale", None) if scaled else None
 
 

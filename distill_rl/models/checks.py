@@ -36,8 +36,6 @@ from distill_rl.parallel.shards import local_part, local_slices
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from distill_rl.parallel.mesh import World
-
 
 _FIRST, _SECOND = 5, 7
 """Lengths of the two documents that are packed into one row."""

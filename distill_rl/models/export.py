@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,7 +22,7 @@ from distill_rl.models import adapters
 from distill_rl.models.adapters import Adapter, gather, injected_in
 from distill_rl.models.files import holds_several, in_time, read_config, resolve
 from distill_rl.models.parallelize import reshard, tie_again
-from distill_rl.models.weights import Fused, Match, WeightFiles, restore, skeleton, tensors_in_files
+from distill_rl.models.weights import Fused, WeightFiles, restore, skeleton, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.files import replacing
 
@@ -106,8 +107,7 @@ def export_model(
                 shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
             tokenizer.save_pretrained(unfinished)
             if adapter is not None:
-                place = unfinished / adapters.FOLDER
-                adapters.write_adapter(adapter, place, base=str(source), revision=revision)
+                adapters.write_adapter(adapter, unfinished / adapters.FOLDER, base=str(source), revision=revision)
             if card is not None:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
@@ -125,40 +125,26 @@ def _state(
     # dtype if `dtype` is None; of a tied tensor's names, the first. Files of a bare inner model become those of the whole.
     state: dict[str, Tensor] = {}
     found = tensors_in_files(model, files)
+
+    def written(name: str, stored: str) -> torch.dtype:
+        # What Transformers computes with in fp32 in a model of any dtype stays: rounding it would show.
+        kept = any(re.search(rf"(?:^|\.){part}(?:\.|$)", name) for part in model._keep_in_fp32_modules_strict or ())
+        return files.dtype(stored) if dtype is None or kept else dtype
+
     for name, (file_name, *_) in found.stored.items():
         tensor = whole(name, partial(files.read, file_name))
         if tensor is not None:
-            as_dtype = _written(model, files, dtype, name, file_name)
-            state[file_name if file_name in found.renamed else name] = tensor.to(as_dtype)
-    for group in _made_together(found):
-        wholes = {name: whole(name, partial(fused.read, model, files.read, ())) for name, fused in group}
-        if None not in wholes.values():
-            as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
-            restored = restore(
-                model, {name: tensor.to(as_dtype) for name, tensor in wholes.items() if tensor is not None}
-            )
-            state |= {name: tensor.contiguous() for name, tensor in restored.items()}
-    return state or None
-
-
-def _made_together(found: Match) -> Iterable[list[tuple[str, Fused]]]:
-    """The fused tensors by converter, since one converter may make several tensors of the model."""
-    made = defaultdict(list)
+            state[file_name if file_name in found.renamed else name] = tensor.to(written(name, file_name))
+    made: dict[tuple[str, Any], dict[str, Fused]] = defaultdict(dict)  # by converter, which may make several tensors
     for name, fused in found.fused.items():
-        made[fused.first, fused.converter].append((name, fused))
-    return made.values()
-
-
-def _written(
-    model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None, name: str, stored: str
-) -> torch.dtype:
-    """The dtype in which a tensor of the model, which has the name `stored` in the files, is exported as `dtype`."""
-    return files.dtype(stored) if dtype is None or _stays_fp32(model, name) else dtype
-
-
-def _stays_fp32(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers computes with this tensor in fp32 in a model of any dtype, so that rounding it would show."""
-    return any(re.search(rf"(?:^|\.){part}(?:\.|$)", name) for part in model._keep_in_fp32_modules_strict or ())
+        made[fused.first, fused.converter][name] = fused
+    for group in made.values():
+        wholes = {name: whole(name, partial(fused.read, model, files.read, ())) for name, fused in group.items()}
+        first, fused = next(iter(group.items()))
+        as_dtype = written(first, fused.names[0])
+        if present := {name: tensor.to(as_dtype) for name, tensor in wholes.items() if tensor is not None}:
+            state |= {name: tensor.contiguous() for name, tensor in restore(model, present).items()}
+    return state or None
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) -> None:
@@ -167,9 +153,8 @@ def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) 
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    split = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
-    )
+    pattern = "model{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=max_file_bytes)
     for file_name, names in split.filename_to_tensors.items():
         save_file({name: state[name] for name in names}, folder / file_name, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file_name)
@@ -187,16 +172,11 @@ def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
         config = json.loads(read_config(source).to_json_string())
     config.pop("auto_map", None)
     config.pop("torch_dtype", None)
-    config["dtype"] = str(_common_dtype(state)).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The dtype that takes the most bytes of the tensors together."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
         sizes[tensor.dtype] += tensor.nbytes
-    return sizes.most_common(1)[0][0]
+    config["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 # An upload to the Hugging Face hub, in one commit.
@@ -308,24 +288,20 @@ def _require_name(name: str) -> None:
     """Raises a ConfigError unless `name` is OWNER/NAME by the hub's rules."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(name)
-        valid = name.count("/") == 1
-    except HFValidationError:
-        valid = False
-    if not valid:
-        rule = "must be OWNER/NAME, of letters, digits, '-', '_' and '.'"
-        raise ConfigError("--push", rule, name, "for example --push me/my-student")
+        if name.count("/") == 1:
+            return
+    rule = "must be OWNER/NAME, of letters, digits, '-', '_' and '.'"
+    raise ConfigError("--push", rule, name, "for example --push me/my-student")
 
 
 def _require_rights(name: str, who: dict[str, Any]) -> None:
     user, owner = str(who.get("name")), name.partition("/")[0]
-    role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-    if role == "read":
+    if ((who.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        rule = f"the token of {user} must be one that may write"
         remedy = "make one that may write, and log in with it (`hf auth login`)"
-        raise ConfigError(
-            f"--push {name}", f"the token of {user} must be one that may write", "one that may read", remedy
-        )
+        raise ConfigError(f"--push {name}", rule, "one that may read", remedy)
     owners = [user, *(str(organisation.get("name")) for organisation in who.get("orgs") or ())]
     if owner.lower() not in (one.lower() for one in owners):
         rule = f"{user} cannot write to what belongs to {owner}"
@@ -333,6 +309,8 @@ def _require_rights(name: str, who: dict[str, Any]) -> None:
 
 
 def _ask(name: str, request: Callable[[], Any]) -> Any:
+    from huggingface_hub import constants
+
     answer = in_time(request, ANSWER_S)
     if answer is None:
         raise ConfigError(f"--push {name}", "the hub must answer", f"nothing within {ANSWER_S:g} s", "try again")
@@ -345,17 +323,10 @@ def _ask(name: str, request: Callable[[], Any]) -> Any:
             remedy = "take a token with write access to it"
             raise ConfigError(f"--push {name}", "this login may not write there", None, remedy) from answer
         rule = "the hub must answer" if status is None else "the hub must accept it"
-        raise ConfigError(f"--push {name}", rule, _reason(answer), _reachable()) from answer
+        remedy = f"check the network, or push from a machine that reaches {constants.ENDPOINT}"
+        remedy = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else remedy
+        raise ConfigError(f"--push {name}", rule, _reason(answer), remedy) from answer
     return answer
-
-
-def _reachable() -> str:
-    """What to do about a hub that does not answer."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "unset HF_HUB_OFFLINE"
-    return f"check the network, or push from a machine that reaches {constants.ENDPOINT}"
 
 
 def _reason(error: BaseException) -> str:

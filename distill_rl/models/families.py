@@ -95,20 +95,18 @@ class Family:
     """Whether a table has a row per position."""
 
 
-_FAMILIES = {
-    family.name: family
-    for family in (
-        Family("llama", _LLAMA_LAYER, proven=True),
-        Family("mistral", _LLAMA_LAYER, proven=True),
-        Family("qwen2", _LLAMA_LAYER, proven=True),
-        Family("qwen3", _QWEN3_LAYER, proven=True),
-        Family("gpt2", _GPT2_LAYER, _GPT2_OUTER, proven=True, learned_positions=True),
-        Family("phi3", _PHI3_LAYER, proven=True),
-        Family("gemma2", proven=True),
-        Family("granite", proven=True),
-        Family("cohere", proven=True),
-    )
-}
+_KNOWN = (
+    Family("llama", _LLAMA_LAYER, proven=True),
+    Family("mistral", _LLAMA_LAYER, proven=True),
+    Family("qwen2", _LLAMA_LAYER, proven=True),
+    Family("qwen3", _QWEN3_LAYER, proven=True),
+    Family("gpt2", _GPT2_LAYER, _GPT2_OUTER, proven=True, learned_positions=True),
+    Family("phi3", _PHI3_LAYER, proven=True),
+    Family("gemma2", proven=True),
+    Family("granite", proven=True),
+    Family("cohere", proven=True),
+)
+_FAMILIES = {family.name: family for family in _KNOWN}
 
 
 def family_of(hf_config: PreTrainedConfig) -> Family:
@@ -168,9 +166,8 @@ def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, se
     if sp == 1:
         return []
     if (limit := length_limit(hf_config)) is not None:
-        rule = (
-            f"rotary frequencies of type {limit.kind} follow from a document's length, and no rank sees whole documents"
-        )
+        why = f"rotary frequencies of type {limit.kind} follow from a document's length"
+        rule = f"{why}, and no rank sees whole documents"
         return [problem(setting, rule, sp, f"set {setting}=1")]
     by_heads = tp > 1 and _splits_heads(family_of(hf_config).layer_plan or transformers_plan(hf_config))
     heads = hf_config.num_attention_heads // (tp if by_heads else 1)
@@ -363,8 +360,7 @@ def use_liger(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the package or triton is missing, or there are no kernels for this model (`liger_problems`).
     """
-    problems = liger_problems(model.config)
-    if problems:
+    if problems := liger_problems(model.config):
         raise ConfigError.many([f"student.kernels: {problem}; set student.kernels=torch" for problem in problems])
     try:
         from liger_kernel import transformers as liger

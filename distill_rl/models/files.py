@@ -24,14 +24,7 @@ from distill_rl.config.paths import described_by
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line, problem
-from distill_rl.models.families import (
-    experts_per_token,
-    family_of,
-    head_size,
-    is_decayed,
-    num_experts,
-    visited_intermediate_size,
-)
+from distill_rl.models import families
 from distill_rl.system.without_torch import gpu_possible
 
 if TYPE_CHECKING:
@@ -178,14 +171,13 @@ def weight_problems(key: str, folder: Path) -> list[str]:
     for file in files:
         if file.parent != folder:
             lines.append(problem(key, "every file in the index must be in the folder", str(file)))
-            continue
-        if not file.is_file():
+        elif not file.is_file():
             lines.append(problem(key, "a file that the index names is missing", str(file)))
-            continue
-        try:
-            _header(file)
-        except ValueError as error:
-            lines.append(problem(key, str(error), str(file), "copy the model again"))
+        else:
+            try:
+                _header(file)
+            except ValueError as error:
+                lines.append(problem(key, str(error), str(file), "copy the model again"))
     return lines
 
 
@@ -224,7 +216,7 @@ def plainly_whole(hf_config: Any, shapes: Shapes) -> bool:
     if getattr(hf_config, "attention_bias", False) or getattr(hf_config, "mlp_bias", False):
         return False
     hidden, inner, columns = hf_config.hidden_size, hf_config.intermediate_size, hf_config.vocab_size
-    size = head_size(hf_config) or 0
+    size = families.head_size(hf_config) or 0
     queries, keys = size * hf_config.num_attention_heads, size * hf_config.num_key_value_heads
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -238,11 +230,7 @@ def plainly_whole(hf_config: Any, shapes: Shapes) -> bool:
         "mlp.down_proj.weight": (hidden, inner),
     }
     if hf_config.model_type == "qwen2":
-        layer |= {
-            "self_attn.q_proj.bias": (queries,),
-            "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
-        }
+        layer |= {f"self_attn.{name}_proj.bias": (width,) for name, width in zip("qkv", (queries, keys, keys))}
     if hf_config.model_type == "qwen3":
         layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
     expected = {"model.embed_tokens.weight": (columns, hidden), "model.norm.weight": (hidden,)}
@@ -284,10 +272,9 @@ def is_joined(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes several models that are joined, such as one for text and one for images."""
     import transformers.models.auto.modeling_auto as auto
 
-    parts = ("text", "vision", "audio", "thinker")
-    return config.get("model_type") in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(
-        isinstance(config.get(f"{part}_config"), Mapping) for part in parts
-    )
+    parts = (config.get(f"{part}_config") for part in ("text", "vision", "audio", "thinker"))
+    reads_images = config.get("model_type") in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return reads_images or any(isinstance(part, Mapping) for part in parts)
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig | None:
@@ -309,17 +296,15 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig | None:
     tower.architectures = [name] if isinstance(name, str) else list(name[:1])
     tower.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
-        value = getattr(config, key, None)
-        if value is not None:
+        if (value := getattr(config, key, None)) is not None:
             setattr(tower, key, value)
     return tower
 
 
 def no_tower(family: str) -> str:
     """Why a joined model cannot be used, as a rule for a message: `text_tower` gives None."""
-    return (
-        f"{family} reads images or sound beside text, and transformers has no causal language model of its text alone"
-    )
+    reads = "reads images or sound beside text"
+    return f"{family} {reads}, and transformers has no causal language model of its text alone"
 
 
 def _renamed(part: PreTrainedConfig, family: str) -> PreTrainedConfig:
@@ -414,11 +399,8 @@ def read_config(path: str | Path, revision: str | None = None, *, quantized: boo
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_dtypes(config)
     except Exception as error:  # every field has a validator with its own exceptions
-        raise ConfigError(
-            f"model {path}",
-            "config.json must describe a model that transformers knows without code of its own",
-            first_line(error),
-        ) from error
+        rule = "config.json must describe a model that transformers knows without code of its own"
+        raise ConfigError(f"model {path}", rule, first_line(error)) from error
     if getattr(config, "quantization_config", None) and not quantized:
         remedy = "use the original weights, or for a teacher quantization: as_stored or the backend vllm"
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy=remedy)
@@ -462,9 +444,8 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
         found = first_line(error) if any(folder.glob("*token*")) else f"no tokenizer.json in {folder}"
         raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", found) from error
     if not tokenizer.is_fast:
-        raise ConfigError(
-            f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"
-        )
+        found = type(tokenizer).__name__
+        raise ConfigError(f"tokenizer {path}", "must be a fast tokenizer", found, "add a tokenizer.json")
     return tokenizer
 
 
@@ -516,9 +497,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     same hash can read the student's ids.
     """
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = [
-        {key: value for key, value in token.items() if key != "special"} for token in whole.get("added_tokens") or ()
-    ]
+    tokens = whole.get("added_tokens") or ()
+    added = [{key: value for key, value in token.items() if key != "special"} for token in tokens]
     deciding = {key: whole.get(key) for key in ("normalizer", "pre_tokenizer", "model")} | {"added_tokens": added}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
@@ -545,22 +525,16 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"model {name}", "needs permission of its owners", remedy="accept its terms, then `hf auth login`"
-        ) from error
+        remedy = "accept its terms, then `hf auth login`"
+        raise ConfigError(f"model {name}", "needs permission of its owners", remedy=remedy) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         at = f" at revision {revision}" if revision else ""
-        raise ConfigError(
-            f"model {name}{at}", "must be a folder, or a name on the Hugging Face hub", "neither"
-        ) from error
+        rule = "must be a folder, or a name on the Hugging Face hub"
+        raise ConfigError(f"model {name}{at}", rule, "neither") from error
     except (errors.LocalEntryNotFoundError, OSError) as error:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no answer from the hub"
-        raise HubUnreachable(
-            f"model {name}",
-            "is no folder and not in the local hub cache",
-            offline,
-            "give the path of a folder, or fetch it first where there is a network (`hf download`)",
-        ) from error
+        remedy = "give the path of a folder, or fetch it first where there is a network (`hf download`)"
+        raise HubUnreachable(f"model {name}", "is no folder and not in the local hub cache", offline, remedy) from error
 
 
 def architecture_problems(key: str, folder: Path) -> list[str]:
@@ -587,9 +561,7 @@ def architecture_problems(key: str, folder: Path) -> list[str]:
         rule = _kind_of(family, config)
     elif family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
         rule = "is an encoder, whose attention sees the tokens that are to be predicted"
-    if not rule:
-        return []
-    return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)]
+    return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)] if rule else []
 
 
 def tower_note(key: str, folder: Path, tower: PreTrainedConfig) -> list[str]:
@@ -798,19 +770,19 @@ def read_model_facts(folder: Path, config: Any, headers: Mapping[str, Any] | Non
         family=str(config.model_type),
         parameters=sum(prod(entry["shape"]) for entry in counted.values()),
         hidden_size=int(config.hidden_size),
-        intermediate_size=visited_intermediate_size(config),
+        intermediate_size=families.visited_intermediate_size(config),
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
-        head_dim=head_size(config),
+        head_dim=families.head_size(config),
         bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
-        num_experts=num_experts(config),
-        known_head=family_of(config).proven,
-        experts_per_token=experts_per_token(config),
+        num_experts=families.num_experts(config),
+        known_head=families.family_of(config).proven,
+        experts_per_token=families.experts_per_token(config),
         tensors=len(counted),
-        decayed=sum(is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
+        decayed=sum(families.is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
         expert_parameters=sum(prod(entry["shape"]) for name, entry in counted.items() if ".experts." in name),
     )
 
@@ -934,14 +906,9 @@ def gpu_bytes() -> tuple[int, ...]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command += [f"--id={visible}"] if visible else []
     try:
-        answer = subprocess.run(
-            [*command, *([f"--id={visible}"] if visible else [])],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return tuple(int(line) << 20 for line in answer.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()

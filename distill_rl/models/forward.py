@@ -62,8 +62,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
     The host does not wait: a GPU copies from page-locked memory, after the work queued on its stream.
     """
-    tensor = torch.tensor(array, dtype=torch.int64)  # torch cannot pin what it makes from NumPy in the same call
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor_to_device(torch.tensor(array, dtype=torch.int64), device)
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -107,9 +106,8 @@ def use_own_lengths(model: PreTrainedModel) -> None:
         return
     rotary = [module for module in model.modules() if hasattr(module, "rope_type") and _frequencies(module)]
     if not rotary:
-        rule = (
-            f"the family's rotary frequencies of type {limit.kind} must be known, because they follow from the length"
-        )
+        frequencies = f"the family's rotary frequencies of type {limit.kind}"
+        rule = f"{frequencies} must be known, because they follow from the length"
         raise ConfigError(f"model type {model.config.model_type}", rule, remedy="use a model of another family")
     for module in rotary:
         original = type(module).forward
@@ -309,12 +307,8 @@ def _forward_arguments(
 ) -> dict[str, Any]:
     # If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for
     # the device.
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "attention_mask": None,
-        "use_cache": False,
-    }
+    inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    inputs |= {"attention_mask": None, "use_cache": False}
     if not reads_documents(model.config):
         return inputs  # transformers finds the documents from the positions and makes a mask
     if documents is None:

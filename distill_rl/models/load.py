@@ -27,24 +27,13 @@ from torch.distributed.tensor import DTensor
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
-from distill_rl.models import adapters, families, forward, varlen
+from distill_rl.models import adapters, families, forward, varlen, weights
 from distill_rl.models.attention import choose, with_masks
 from distill_rl.models.checks import check_plan, probe
 from distill_rl.models.files import as_stored_problem, read_config, resolve
 from distill_rl.models.forward import use_own_lengths
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.quantization import Format, Taken, weight_bytes
-from distill_rl.models.weights import (
-    DTYPES,
-    Match,
-    WeightFiles,
-    read_tensor,
-    read_weights,
-    restore_buffers,
-    skeleton,
-    tensors_in_files,
-    without_cache,
-)
+from distill_rl.models.quantization import Taken, weight_bytes
 from distill_rl.parallel.shards import local_part
 
 if TYPE_CHECKING:
@@ -83,7 +72,7 @@ def load_model(
         ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of
             a family that does not support what is requested.
     """
-    path, quantization, compute_dtype = settings.model, settings.quantization, DTYPES[settings.dtype]
+    path, quantization, compute_dtype = settings.model, settings.quantization, weights.DTYPES[settings.dtype]
     student = settings if isinstance(settings, StudentConfig) else None
     role, key = ("teacher", "teachers[]") if student is None else ("student", "student")
     folder = resolve(path, settings.revision, weights=True)
@@ -91,45 +80,28 @@ def load_model(
     family = families.family_of(config)
     if problems := families.sequence_parallel_problems(config, world.sp, world.tp, f"{key}.parallel.sp"):
         raise ConfigError.many(problems)
-    chosen = choose(
-        settings.attention,
-        config,
-        dtype=settings.dtype,
-        packing=packing,
-        training=student is not None,
-        no_kernel=varlen.no_kernel(world.device),
-        spread=world.sp > 1,
-    )
+    chosen = choose(settings, config, packing=packing, no_kernel=varlen.no_kernel(world.device), spread=world.sp > 1)
     if world.rank == 0:
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     if quantization == AS_STORED:
         model = _load_as_stored(folder, config, world, dtype=compute_dtype, attention=chosen.implementation)
         probe(model, packing=packing, chunked_head=True, world=world, longest=longest)
         return model
-    files = WeightFiles(folder)
+    files = weights.WeightFiles(folder)
     adapted = student is not None and student.has_adapters
     dtype = compute_dtype if student is None or adapted else torch.float32
-    model = skeleton(config, dtype=dtype, attention=chosen.implementation)
+    model = weights.skeleton(config, dtype=dtype, attention=chosen.implementation)
     check_plan(model, world)
     model.requires_grad_(student is not None)
     if student is not None and adapted:
         adapters.inject(model, student)
-    found = tensors_in_files(model, files)
-    taken = parallelize(
-        model,
-        world.mesh,
-        family=family,
-        fsdp=student is not None,
-        activation_checkpointing=student is not None and student.activation_checkpointing,
-        activation_offload=student is not None and student.activation_offload and world.device.type == "cuda",
-        compute_dtype=compute_dtype,
-        compile=student is not None and student.compile,
-        quantization=quantization,
-    )
+    found = weights.tensors_in_files(model, files)
+    offload = student is not None and student.activation_offload and world.device.type == "cuda"
+    taken = parallelize(model, world.mesh, settings, offload=offload)
     if quantization is not None and not taken:
         rule = f"no weight of this {family.name} can be held in {quantization}"
         raise ConfigError(f"{key}.quantization", rule, path, "leave it out")
-    _fill(model, files, found, world, taken, quantization)
+    _fill(model, files, found, world, taken)
     adapters.initialise(model, seed)
     model.train(student is not None)
     if not family.proven:
@@ -151,13 +123,13 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     Raises:
         ConfigError: as `load_model`.
     """
-    config, files = read_config(folder), WeightFiles(folder)
+    config, files = read_config(folder), weights.WeightFiles(folder)
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
-    model = skeleton(config, dtype=dtype, attention=with_masks(config).implementation)
+    model = weights.skeleton(config, dtype=dtype, attention=with_masks(config).implementation)
     check_plan(model, world)
-    found = tensors_in_files(model, files)
-    parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
+    found = weights.tensors_in_files(model, files)
+    parallelize(model, world.mesh, None)
     _fill(model, files, found, world)
     model.config.use_cache = True
     model.get_output_embeddings().register_forward_hook(
@@ -167,37 +139,26 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
 
 
 def _fill(
-    model: PreTrainedModel,
-    files: WeightFiles,
-    found: Match,
-    world: World,
-    taken: Sequence[Taken] = (),
-    quantization: Format | None = None,
+    model: PreTrainedModel, files: weights.WeightFiles, found: weights.Match, world: World, taken: Sequence[Taken] = ()
 ) -> None:
     """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
     model.to_empty(device=world.device)
     tie_again(model)
-    restore_buffers(model)
-    sizes = read_weights(model, files, found)
+    weights.restore_buffers(model)
+    sizes = weights.read_weights(model, files, found)
     for one in taken:
-        assert quantization is not None
-        split = (
-            one.parameter
-            if one.inputs is None
-            else torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
-        )
+        whole = torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
+        split = one.parameter if one.inputs is None else whole
         part = local_part(split)
         weight = torch.empty(part.shape, dtype=part.dtype, device=world.device)
-        sizes.append(read_tensor(model, files, found, one.name, split, weight))
-        one.put_back(weight, quantization)
+        sizes.append(weights.read_tensor(model, files, found, one.name, split, weight))
+        one.put_back(weight)
         del weight
     log.info("%s: %d tensors, %.1f MB read by rank %d", files.folder, len(sizes), sum(sizes) / 1e6, world.rank)
-    if quantization is not None:
-        inside, others = weight_bytes(model)
-        log.info(
-            "%s: %d weights in %s take %.1f MB, the other tensors %.1f MB",
-            files.folder, len(taken), quantization, inside / 1e6, others / 1e6,
-        )  # fmt: skip
+    if taken:
+        inside, others = (size / 1e6 for size in weight_bytes(model))
+        told = "%s: %d weights in %s take %.1f MB, the other tensors %.1f MB"
+        log.info(told, files.folder, len(taken), taken[0].format, inside, others)
 
 
 def _load_as_stored(
@@ -229,11 +190,10 @@ def _load_as_stored(
         raise ConfigError(key, rule, f"{type(error).__name__}: {first_line(error)}", remedy) from error
     model, report = loaded
     # A mismatched key comes with its two shapes.
-    wrong = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
-    if wrong:
+    if wrong := sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"]):
         rule = f"{folder} lacks tensors that {model.config.model_type} needs, or has them in another shape"
         raise ConfigError(key, rule, f"{', '.join(wrong[:3])} ({len(wrong)} in all)", "copy the model again")
-    without_cache(model)
+    weights.without_cache(model)
     use_own_lengths(model)
     return model.eval().requires_grad_(False)
 
@@ -267,14 +227,15 @@ def read_output_layer(
     """
     folder = resolve(path, revision, weights=True)
     config = read_config(folder)
-    files = WeightFiles(folder)
-    model = skeleton(config, dtype=DTYPES[dtype], attention="eager")
+    files = weights.WeightFiles(folder)
+    in_dtype = weights.DTYPES[dtype]
+    model = weights.skeleton(config, dtype=in_dtype, attention="eager")
     tie_again(model)
     layer = model.get_output_embeddings()
     if layer is None:
         raise ConfigError(f"model {path}", "must have an output layer", config.model_type)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    stored = tensors_in_files(model, files).stored
+    stored = weights.tensors_in_files(model, files).stored
 
     def read(parameter: Tensor) -> Tensor:
         file_names = stored[name_of[id(parameter)]]
@@ -284,8 +245,8 @@ def read_output_layer(
         count, *rest = parameter.shape
         start, stop, _ = (rows or slice(None)).indices(count)
         if start >= stop:
-            return torch.empty(0, *rest, dtype=DTYPES[dtype])
-        return files.read_tied(file_names, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
+            return torch.empty(0, *rest, dtype=in_dtype)
+        return files.read_tied(file_names, (slice(start, stop), *[slice(0, size) for size in rest])).to(in_dtype)
 
     bias = getattr(layer, "bias", None)
     return OutputLayer(read(layer.weight), None if bias is None else read(bias), *forward.scale_and_cap(config))

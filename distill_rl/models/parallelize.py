@@ -26,23 +26,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, parallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from distill_rl.config.quantization import AS_STORED
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.adapters import ADAPTER, WEIGHTS, is_adapted
-from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
+from distill_rl.models.families import Family, decoder_layers, family_of, tensor_parallel_problems
 from distill_rl.models.forward import inner_model
-from distill_rl.models.quantization import Format, Taken, take_out
+from distill_rl.models.quantization import Taken, take_out
+from distill_rl.models.weights import DTYPES
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
@@ -74,7 +70,7 @@ def _replicate(module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
     return list(own)
 
 
-class Replicated(ParallelStyle):
+class Replicated(parallel.ParallelStyle):
     """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -87,7 +83,7 @@ class Replicated(ParallelStyle):
         return module
 
 
-class Whole(ParallelStyle):
+class Whole(parallel.ParallelStyle):
     """Every rank holds the whole module, of any kind, and computes the same with it. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -109,7 +105,7 @@ class Whole(ParallelStyle):
         return module
 
 
-class TransposedLinear(ParallelStyle):
+class TransposedLinear(parallel.ParallelStyle):
     """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors.
 
     Args:
@@ -142,30 +138,21 @@ class TransposedLinear(ParallelStyle):
 
 
 def parallelize(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    family: Family,
-    fsdp: bool,
-    activation_checkpointing: bool = False,
-    activation_offload: bool = False,
-    compute_dtype: torch.dtype,
-    compile: bool = False,
-    quantization: Format | None = None,
+    model: PreTrainedModel, mesh: DeviceMesh, settings: StudentConfig | TeacherConfig | None, *, offload: bool = False
 ) -> list[Taken]:
     """Shards `model` (usually on the meta device) in place over the mesh of a `World`.
 
-    With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
-    gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
+    A student is sharded over the data-parallel ranks, by FSDP2 or on one rank by its rule of dtypes: the parameters keep
+    their dtype (the master weights), the layers compute in the student's, and gradients are summed in fp32 over the ranks,
+    not averaged: the loss divides by the global count. Of any other model these ranks are replicas.
 
     Args:
         mesh: its tensor-parallel dimension splits the model by the family's plan, if it has more than one rank.
-        fsdp: shard over the data-parallel ranks; otherwise they are replicas. On one rank, follow FSDP2's rule of dtypes.
-        activation_offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The
-            model must be on a GPU when it runs.
-        compute_dtype: used only with `fsdp`.
-        compile: compile every decoder layer; with tensor parallelism anew for each width of the rows.
-        quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
+        settings: of the model; None: nothing but tensor parallelism. With `compile` every decoder layer is compiled; with
+            tensor parallelism anew for each width of the rows. With `quantization`, of the frozen weights of its decoder
+            layers, the model must be on the meta device.
+        offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The model must be on a
+            GPU when it runs.
 
     Returns:
         The weights that were taken out to be quantised (`quantization.take_out`). Data-parallel ranks all have the same.
@@ -173,25 +160,27 @@ def parallelize(
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
     """
-    if activation_checkpointing:
+    family, student = family_of(model.config), settings if isinstance(settings, StudentConfig) else None
+    if student is not None and student.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"model family {family.name}", "has no activation checkpointing", remedy="switch it off")
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        if activation_offload:
+        if offload:
             for layer in decoder_layers(model):
                 layer._gradient_checkpointing_func = checkpoint_on_host  # type: ignore[assignment]
     if mesh[TP].size() > 1:
         split(model, mesh[TP], family)
-    if compile:
+    if student is not None and student.compile:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROGRAMS)
         for layer in decoder_layers(model):
             # torch cannot trace DTensors whose sizes are symbols, so there each width of the rows has its own program.
             layer.compile(dynamic=False if mesh[TP].size() > 1 else None)
-    taken = [] if quantization is None else take_out(model, quantization)
-    if fsdp and mesh.size() == 1:
-        ComputeCopies.attach(model, compute_dtype)
-    elif fsdp:
-        shard(model, data_mesh(mesh), compute_dtype)
+    quantization = None if settings is None else settings.quantization
+    taken = [] if quantization is None or quantization == AS_STORED else take_out(model, quantization)
+    if student is not None and mesh.size() == 1:
+        ComputeCopies.attach(model, DTYPES[student.dtype])
+    elif student is not None:
+        shard(model, data_mesh(mesh), DTYPES[student.dtype])
     return taken
 
 
@@ -223,8 +212,7 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
     """
-    problems = tensor_parallel_problems(model.config, tp_mesh.size())
-    if problems:
+    if problems := tensor_parallel_problems(model.config, tp_mesh.size()):
         raise ConfigError.many(problems)
     _apply_plan(model, tp_mesh, family.outer_plan if family.layer_plan else _outer_plan(model))
     # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
@@ -232,14 +220,9 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     for layer in decoder_layers(model):
         _apply_plan(layer, tp_mesh, family.layer_plan or _layer_plan(layer, families.transformers_plan(model.config)))
     tie_again(model)
-    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if plain:
-        raise ConfigError(
-            f"model family {family.name}",
-            "the tensor-parallel plan must name every parameter",
-            ", ".join(plain[:3]),
-            "set parallel.tp: 1",
-        )
+    if plain := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        rule, named = "the tensor-parallel plan must name every parameter", ", ".join(plain[:3])
+        raise ConfigError(f"model family {family.name}", rule, named, "set parallel.tp: 1")
 
 
 def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -253,10 +236,8 @@ def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
     """How the modules around the layers are split, where no family says: embeddings are, all others are whole."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    tables = {
-        id(model.get_input_embeddings()): families.EMBEDDING,
-        id(model.get_output_embeddings()): families.HEAD,
-    }
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {id(embedding): families.EMBEDDING, id(head): families.HEAD}
     return {
         name: tables.get(id(module), families.WHOLE)
         for name, module in model.named_modules()
@@ -265,40 +246,38 @@ def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    styles = {}
+    kinds: dict[str, str] = {}
     for name, kind in plan.items():
-        part = module.get_submodule(name)
-        if not is_adapted(part):
-            styles[name] = _style(kind, part)
-            continue
-        styles[f"{name}.base_layer"] = _style(kind, part.get_submodule("base_layer"))
-        for weight, how in zip(WEIGHTS, _ADAPTERS[kind]):
-            path = f"{weight}.{ADAPTER}"
-            styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
+        if is_adapted(module.get_submodule(name)):
+            kinds[f"{name}.base_layer"] = kind
+            kinds |= {f"{name}.{weight}.{ADAPTER}": how for weight, how in zip(WEIGHTS, _ADAPTERS[kind])}
+        else:
+            kinds[name] = kind
+    styles = {name: _style(kind, module.get_submodule(name)) for name, kind in kinds.items()}
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+    parallel.parallelize_module(module, tp_mesh, styles, src_data_rank=None)
     for name in frozen:  # SequenceParallel makes parameters that require gradients
         module.get_parameter(name).requires_grad_(False)
 
 
-def _style(kind: str, module: nn.Module) -> ParallelStyle:
+def _style(kind: str, module: nn.Module) -> parallel.ParallelStyle:
     """The parallel style that splits one module, by its kind in the family's plan (constants of `families`)."""
     # GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
         return TransposedLinear(kind)
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        families.COLUMN: lambda: ColwiseParallel(),
-        families.ROW: lambda: RowwiseParallel(),
-        families.GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-        families.SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
-        families.EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
-        families.HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    styles: dict[str, Callable[[], parallel.ParallelStyle]] = {
+        families.COLUMN: lambda: parallel.ColwiseParallel(),
+        families.ROW: lambda: parallel.RowwiseParallel(),
+        families.GATHERED: lambda: parallel.ColwiseParallel(output_layouts=Replicate()),
+        families.SLICED: lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+        families.EMBEDDING: lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+        families.HEAD: lambda: parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         families.REPLICATED: lambda: Replicated(),
         families.WHOLE: lambda: Whole(),
         # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
-        families.PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        families.PER_HEAD: lambda: parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()
 
@@ -456,7 +435,7 @@ class GradientReduction:
     prefetch a unit that the next backward does not need.
 
     Args:
-        model: the student, after `parallelize` with `fsdp`.
+        model: the student, after `parallelize`.
         mesh: as for `shard`.
         once: reduce once per step, not in every backward.
     """

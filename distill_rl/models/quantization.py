@@ -90,19 +90,16 @@ class QuantizedWeight(nn.Module):
 
     def dequantize(self) -> Tensor:
         """The whole weight, in its first shape and dtype."""
-        return self._made(self.data, self.scale, self.zero)
+        return self[...]
 
     def rows(self) -> Tensor:
         """The whole weight as [..., O, I], whatever its first shape."""
         return dequantize(self.data, self.scale, self.zero, self.dtype)
 
-    def __getitem__(self, expert: int | Tensor) -> Tensor:
+    def __getitem__(self, expert: Any) -> Tensor:
         """One expert's weight, which is all that Transformers' loop over the experts asks for."""
         zero = None if self.zero is None else self.zero[expert]
-        return self._made(self.data[expert], self.scale[expert], zero)
-
-    def _made(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        weight = dequantize(data, scale, zero, self.dtype)
+        weight = dequantize(self.data[expert], self.scale[expert], zero, self.dtype)
         return weight.mT if self.transposed else weight
 
     def extra_repr(self) -> str:
@@ -117,27 +114,18 @@ def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     dtype, weight = weight.dtype, weight.float()  # torchao's arithmetic is in the weight's dtype
     if format == "fp8":
         # Its kernels for single kinds of GPUs may round otherwise, and without a lower bound a row of zeros becomes NaN.
-        made = Float8Tensor.from_hp(
-            weight, granularity=PerRow(), hp_value_lb=1e-12, kernel_preference=KernelPreference.TORCH
-        )
+        kernels = KernelPreference.TORCH
+        made = Float8Tensor.from_hp(weight, granularity=PerRow(), hp_value_lb=1e-12, kernel_preference=kernels)
         return {"data": made.qdata, "scale": made.scale}
     block = (1, group_of(format, weight.shape[-1]))
-    least, most = (-127, 127) if format == "int8" else (0, 15)
-    kind = torch.int8 if format == "int8" else torch.uint8
-    scale, zero = choose_qparams_affine(
-        weight,
-        MappingType.SYMMETRIC if format == "int8" else MappingType.ASYMMETRIC,
-        block,
-        kind,
-        quant_min=least,
-        quant_max=most,
-        eps=torch.finfo(torch.float32).eps,
-        scale_dtype=torch.float32 if format == "int8" else dtype,
-        zero_point_dtype=kind,
-        keepdim=True,
-    )
-    codes = quantize_affine(weight, block, scale.float(), zero, kind, quant_min=least, quant_max=most)
-    if format == "int8":
+    int8 = format == "int8"
+    kind, mapping = (torch.int8, MappingType.SYMMETRIC) if int8 else (torch.uint8, MappingType.ASYMMETRIC)
+    limits = {"quant_min": -127, "quant_max": 127} if int8 else {"quant_min": 0, "quant_max": 15}
+    eps = torch.finfo(torch.float32).eps
+    dtypes = {"scale_dtype": torch.float32 if int8 else dtype, "zero_point_dtype": kind}
+    scale, zero = choose_qparams_affine(weight, mapping, block, kind, **limits, eps=eps, **dtypes, keepdim=True)
+    codes = quantize_affine(weight, block, scale.float(), zero, kind, **limits)
+    if int8:
         return {"data": codes, "scale": scale}
     return {"data": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "zero": zero}
 
@@ -247,6 +235,8 @@ class Taken:
     """On the meta device; a DTensor if tensor parallelism has split it."""
     transposed: bool
     """Whether it is [inputs, outputs]."""
+    format: Format
+    """In which it will be put back."""
 
     @property
     def inputs(self) -> slice | None:
@@ -255,17 +245,17 @@ class Taken:
         part = local_slices(self.parameter)[axis]
         return None if part == slice(0, self.parameter.shape[axis]) else part
 
-    def put_back(self, weight: Tensor, format: Format) -> None:
+    def put_back(self, weight: Tensor) -> None:
         """Gives the model this rank's part of the weight, quantised.
 
         Args:
             weight: that part, or the whole weight if it is split by its inputs.
         """
         if weight.ndim == 3:
-            setattr(self.owner, self.attribute, QuantizedWeight(weight, format, transposed=self.transposed))
+            setattr(self.owner, self.attribute, QuantizedWeight(weight, self.format, transposed=self.transposed))
             return
         setattr(self.owner, self.attribute, self.parameter)
-        quantize_layer(self.owner, weight, format, transposed=self.transposed, inputs=self.inputs)
+        quantize_layer(self.owner, weight, self.format, transposed=self.transposed, inputs=self.inputs)
 
 
 def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
@@ -273,7 +263,7 @@ def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
 
     FSDP2 must not have seen them. Experts must then be computed one by one, so that is how the model's will be.
     """
-    taken = [one for one in _quantizable(model) if _suits(one, format)]
+    taken = [one for one in _quantizable(model, format) if _suits(one)]
     for one in taken:
         del one.owner._parameters[one.attribute]
         if one.parameter.ndim == 3:
@@ -297,7 +287,7 @@ def _held(tensor: Tensor) -> int:
     return sum(_held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
+def _quantizable(model: PreTrainedModel, format: Format) -> Iterator[Taken]:
     """Yields the weights of the decoder layers that are matrices to multiply with, frozen, and not a router's."""
     from transformers.pytorch_utils import Conv1D
 
@@ -320,16 +310,13 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
                 name = known[frozen[id(parameter)]]
                 if name.split(".")[-2] not in ROUTERS:
                     transposed = bool(module.is_transposed) if experts else type(module) is Conv1D
-                    yield Taken(name, module, attribute, parameter, transposed)
+                    yield Taken(name, module, attribute, parameter, transposed, format)
 
 
-def _suits(one: Taken, format: Format) -> bool:
+def _suits(one: Taken) -> bool:
     """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
     part = local_part(one.parameter)
-    if (
-        isinstance(one.parameter, DTensor)
-        and part.ndim == 3
-        and not all(placement.is_replicate() for placement in one.parameter.placements)
-    ):
+    is_split = any(not placement.is_replicate() for placement in getattr(one.parameter, "placements", ()))
+    if part.ndim == 3 and is_split:
         return False
-    return part.numel() > 0 and group_of(format, one.parameter.shape[-2 if one.transposed else -1]) > 0
+    return part.numel() > 0 and group_of(one.format, one.parameter.shape[-2 if one.transposed else -1]) > 0

@@ -185,8 +185,7 @@ def attend(
     )
     kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
     scoring = Scoring(size**-0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
-    out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring)
-    return out.view(rows, width, heads, -1), None
+    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring).view(rows, width, heads, -1), None
 
 
 def attend_spread(
@@ -214,9 +213,8 @@ def attend_spread(
     """
     _require_no_mask(module, attention_mask, kwargs)
     if sequence_group is None:
-        raise ValueError(
-            f"{type(module).__name__} does not pass on over which ranks rows are divided: set parallel.sp=1"
-        )
+        rule = "does not pass on over which ranks rows are divided"
+        raise ValueError(f"{type(module).__name__} {rule}: set parallel.sp=1")
     query, key, value = heads_of_own_share(sequence_group, query.to(value.dtype), key.to(value.dtype), value)
     if kwargs.get("cu_seq_lens_q") is None:
         dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")

@@ -97,6 +97,8 @@ class VllmEngine:
         _set_environment()
         if settings.threads:
             os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        import torch.distributed as dist
+
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -105,7 +107,10 @@ class VllmEngine:
             raise ConfigError("backend vllm", "needs vllm, which is not installed", str(error), install) from error
         self.on_cpu: bool = current_platform.is_cpu()
         require_device(settings.device, self.on_cpu)
-        _require_single_rank()
+        # vllm would divide the model over the ranks' process group.
+        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            found = f"one of {ranks} ranks"
+            raise ConfigError("backend vllm", "needs a process of its own", found, "take the backend hf")
         # One process alone has no shared memory.
         self._guard = SharedMemoryGuard() if settings.tensor_parallel > 1 else None
         try:
@@ -122,8 +127,13 @@ class VllmEngine:
                 raise
             rule, otherwise = "vllm must load it", "or take the backend hf"
             raise ConfigError(f"model {folder}", rule, first_line(error), otherwise) from error
-        if self.on_cpu:
-            self._require_head_size(folder)
+        if not self.on_cpu:
+            return
+        size, sizes = self.llm.llm_engine.model_config.get_head_size(), cpu_head_sizes()
+        if size not in sizes:  # vLLM would fail only at the first prompt
+            self.close()
+            rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
+            raise ConfigError(f"model {folder}", rule, size, "take the backend hf")
 
     @property
     def max_tokens(self) -> int:
@@ -170,15 +180,6 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
         if self._guard is not None:
             self._guard.close()
-
-    def _require_head_size(self, folder: Path) -> None:
-        # Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine before
-        # it raises.
-        size, sizes = self.llm.llm_engine.model_config.get_head_size(), cpu_head_sizes()
-        if size not in sizes:
-            self.close()
-            rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
-            raise ConfigError(f"model {folder}", rule, size, "take the backend hf")
 
 
 def cpu_head_sizes() -> list[int]:
@@ -247,9 +248,8 @@ def startup_lock() -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(
-            file, fcntl.LOCK_UN
-        )  # closing would not suffice: the engine's processes may have inherited the file
+        # Closing would not suffice: the engine's processes may have inherited the file.
+        fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
 
 
@@ -261,8 +261,7 @@ def require_device(device: str, cpu: bool) -> None:
         ConfigError: any other device. The message suggests the other build or the backend hf, or, for other GPUs than
             the first, CUDA_VISIBLE_DEVICES.
     """
-    supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
-    if device in supported:
+    if device in (("", "cpu") if cpu else ("", "cuda", "cuda:0")):
         return
     if device == "cpu" or cpu:
         rule = f"this vllm is a build for {'CPUs' if cpu else 'GPUs'}"
@@ -275,14 +274,6 @@ def stored_dtype(folder: Path) -> str:
     weights as 16-bit ones."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("dtype") or config.get("torch_dtype") or "auto"
-
-
-def _require_single_rank() -> None:
-    """Checks that this process is no rank among several: vllm would divide the model over their process group."""
-    import torch.distributed as dist
-
-    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
-        raise ConfigError("backend vllm", "needs a process of its own", f"one of {size} ranks", "take the backend hf")
 
 
 def free_memory(gpus: int) -> list[tuple[int, int]]:
@@ -318,7 +309,6 @@ def require_room(share: float, memory: Sequence[tuple[int, int]], remedy: str) -
     """
     for index, (free, total) in enumerate(memory):
         if free < share * total:
-            raise GpuMemoryError(
-                f"backend vllm, GPU {index}", f"{gib(share * total)} of its {gib(total)} must be free",
-                f"{gib(free)} free", f"{remedy}, end other processes on that GPU, or take the backend hf",
-            )  # fmt: skip
+            rule = f"{gib(share * total)} of its {gib(total)} must be free"
+            remedy = f"{remedy}, end other processes on that GPU, or take the backend hf"
+            raise GpuMemoryError(f"backend vllm, GPU {index}", rule, f"{gib(free)} free", remedy)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 import re
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 import psutil
 
@@ -39,14 +39,9 @@ class SharedMemoryGuard:
     """Guards what this process and its descendants map from now on."""
 
     def __init__(self) -> None:
-        starter = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},  # no secrets
-        )
+        command = [sys.executable, "-I", __file__, str(os.getpid())]
+        no_secrets = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+        starter = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=no_secrets)
         assert starter.stdin is not None
         assert starter.stdout is not None
         self._pipe, self._answers = starter.stdin, starter.stdout

@@ -65,16 +65,12 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
     varlen.register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+            settings = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, **settings)
     except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention} attention",
-            first_line(error),
-            "try another setting of `attention`",
-        ) from error
+        rule = f"transformers must have it as a causal LM with {attention} attention"
+        remedy = "try another setting of `attention`"
+        raise ConfigError(f"model type {config.model_type}", rule, first_line(error), remedy) from error
     # While its classes have their own names, which tables go by, and which FSDP2 changes.
     setattr(model, TABLE, get_model_conversion_mapping(model))
     without_cache(model)
@@ -137,8 +133,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        problems = weight_problems(f"model {folder}", folder)
-        if problems:
+        if problems := weight_problems(f"model {folder}", folder):
             raise ConfigError.many(problems)
         try:
             handles = [safe_open(file, framework="pt") for file in weight_files(folder)]
@@ -160,8 +155,7 @@ class WeightFiles:
         Raises:
             ConfigError: it has another shape.
         """
-        shape = list(self._slice(name).get_shape())
-        if shape != list(tensor.shape):
+        if (shape := list(self._slice(name).get_shape())) != list(tensor.shape):
             rule = f"shape must be {list(tensor.shape)} by config.json"
             raise ConfigError(f"{self.folder}: tensor {name}", rule, str(shape))
 
@@ -206,11 +200,11 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None = None) -> list[int]:
+def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match) -> list[int]:
     """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
 
     Args:
-        found: where they are, of a model that had more of them (`tensors_in_files`); None: it is found out.
+        found: where they are, of a model that may have had more of them (`tensors_in_files`).
 
     Returns:
         Bytes that this rank read of each tensor, in the dtype of the files. Tensors of which it holds nothing are left
@@ -220,7 +214,6 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None
         ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
             files.
     """
-    found = tensors_in_files(model, files) if found is None else found
     sizes: list[int] = []
     for name, tensor in stored_tensors(model).items():
         local = local_part(tensor)
@@ -286,13 +279,10 @@ def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
     """
     tensors = stored_tensors(model)
     found = match(model, tensors, files.shapes)
-    groups = {
-        "needs tensors that are not there": [name for name, candidates in found.stored.items() if not candidates],
-        "has no such tensors": found.unexpected,
-    }
+    missing = [name for name, candidates in found.stored.items() if not candidates]
     problems = [
         f"{files.folder}: model type {model.config.model_type} {what}: {', '.join(group[:3])} ({len(group)} in all)"
-        for what, group in groups.items()
+        for what, group in (("needs tensors that are not there", missing), ("has no such tensors", found.unexpected))
         if group
     ]
     for name, fused in found.fused.items():
@@ -485,14 +475,11 @@ def _candidates(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
     tied_to: dict[str, list[str]] = defaultdict(list)
     for target, source in model.all_tied_weights_keys.items():
         tied_to[source].append(target)
-    return {
-        name: [
-            *dict.fromkeys(
-                candidate for alias in [name, *tied_to[name]] for candidate in (alias, alias.removeprefix(prefix))
-            )
-        ]
-        for name in tensors
-    }
+    candidates = {}
+    for name in tensors:
+        aliases = [name, *tied_to[name]]
+        candidates[name] = [*dict.fromkeys(each for alias in aliases for each in (alias, alias.removeprefix(prefix)))]
+    return candidates
 
 
 def _convert(
@@ -512,8 +499,5 @@ def _stacks_experts(converter: WeightConverter) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     stack, *others = converter.operations
-    return (
-        isinstance(stack, MergeModulelist)
-        and stack.dim == 0
-        and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
-    )
+    left_alone = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
+    return isinstance(stack, MergeModulelist) and stack.dim == 0 and left_alone

@@ -77,11 +77,6 @@ class World:
         return self.mesh if self.tp > 1 else data_mesh(self.mesh)
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The dp · sp ranks that hold the same tensor-parallel part and see other tokens."""
-        return self.mesh.get_group(DP)
-
-    @property
     def tp_group(self) -> dist.ProcessGroup:
         """The ranks that hold the parts of one copy of the model and see the same tokens."""
         return self.mesh.get_group(TP)
@@ -108,10 +103,8 @@ def serve_store(host: str, world_size: int) -> dist.TCPStore:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
@@ -123,12 +116,9 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -
     try:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise DistillError(
-            f"rendezvous at {host}:{port}",
-            f"rank 0 must answer within {timeout_s:g} s",
-            first_line(error),
-            "see whether rank 0 died, or a firewall separates the nodes",
-        ) from error
+        what, rule = f"rendezvous at {host}:{port}", f"rank 0 must answer within {timeout_s:g} s"
+        remedy = "see whether rank 0 died, or a firewall separates the nodes"
+        raise DistillError(what, rule, first_line(error), remedy) from error
 
 
 def listen_on_loopback() -> None:
@@ -182,21 +172,12 @@ def open_world(
     if owned:
         if store is None and world_size > 1:
             raise ConfigError("open_world", f"{world_size} ranks need a store")
-        on_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store or dist.HashStore(),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_gpu else None,
-        )
+        backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        store, timeout = store or dist.HashStore(), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
     elif dist.get_world_size() != world_size:
-        raise ConfigError(
-            "parallel",
-            f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})",
-            f"{dp} * {sp} * {tp} = {world_size}",
-        )
+        rule = f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})"
+        raise ConfigError("parallel", rule, f"{dp} * {sp} * {tp} = {world_size}")
     mesh = _mesh(device, dp * sp, tp, replicas)
     group = _sequence_group(dp, sp, tp, timeout_s) if sp > 1 else None
     data_rank, tp_rank = divmod(rank, tp)
@@ -237,11 +218,7 @@ def close_world(world: World) -> None:
 
 def _sequence_group(dp: int, sp: int, tp: int, timeout_s: float) -> dist.ProcessGroup:
     """Returns this rank's group of the sp ranks with its dp_rank and tp_rank, in the order of sp_rank. Collective."""
-    groups = [
-        [(dp_rank * sp + sp_rank) * tp + tp_rank for sp_rank in range(sp)]
-        for dp_rank in range(dp)
-        for tp_rank in range(tp)
-    ]
+    groups = torch.arange(dp * sp * tp).view(dp, sp, tp).transpose(1, 2).reshape(-1, sp).tolist()
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
     return group
 

@@ -94,9 +94,8 @@ def heads_of_own_share(group: dist.ProcessGroup, *tensors: Tensor) -> list[Tenso
     arrived = _Exchange.apply(torch.cat([each.flatten(1) for each in outgoing], dim=1), group)
     parts = arrived.split([each[0].numel() for each in outgoing], dim=1)
     # [sp, R, heads / sp, S / sp, E] → [R, heads / sp, sp, S / sp, E]: part i holds the positions of rank i.
-    return [
-        part.view(each.shape).permute(1, 2, 0, 3, 4).flatten(2, 3) for part, each in zip(parts, outgoing, strict=True)
-    ]
+    sent = zip(parts, outgoing, strict=True)
+    return [part.view(each.shape).permute(1, 2, 0, 3, 4).flatten(2, 3) for part, each in sent]
 
 
 def positions_of_own_share(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

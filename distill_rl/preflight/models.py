@@ -258,15 +258,8 @@ def _implementation(model: OpenedModel, *, packing: bool, gpus: int) -> str:
     if settings.attention == "flash_attention_2" and importable("flash_attn") is not None:
         return "eager"
     try:
-        return choose(
-            settings.attention,
-            model.config,
-            dtype=settings.dtype,
-            packing=packing,
-            training=model.key == "student",
-            no_kernel=None if gpus else ON_CPU,
-            spread=settings.parallel.sp > 1,
-        ).implementation
+        no_kernel, spread = None if gpus else ON_CPU, settings.parallel.sp > 1
+        return choose(settings, model.config, packing=packing, no_kernel=no_kernel, spread=spread).implementation
     except ConfigError:
         return "eager"
 

@@ -26,14 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 
 from distill_rl.errors import CheckpointError
@@ -58,13 +51,13 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         "load_id": (str, NoneType),
         "modules": (list,),
     },
-    TensorStorageMetadata: {
+    dcp_metadata.TensorStorageMetadata: {
         "properties": (TensorProperties,),
         "size": (torch.Size,),
         "chunks": (list,),
     },
     TensorProperties: {},  # a tuple, of which torch reads the dtype only
-    ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
+    dcp_metadata.ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
     MetadataIndex: {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
     _StorageInfo: {"relative_path": (str,), "offset": (int,), "length": (int,)},
 }
@@ -113,11 +106,6 @@ class Snapshot:
     state: StudentState
     tensors: Mapping[str, Tensor]
     """The trained tensors themselves, not copies, and this rank's random state."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the trained tensors of all ranks together, and of this rank's random state."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copied(self, staging: Staging | None) -> Snapshot:
         """Returns a copy in plain host memory, complete on return, which further training does not change.
@@ -345,12 +333,10 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
     if unwanted or differing:
         name = (differing + unwanted)[0]
         here = tuple(wanted[name].shape) if name in wanted else "missing"
-        raise CheckpointError(
-            f"checkpoint {directory}",
-            "must hold what is trained of student.model",
-            f"{len(unwanted) + len(differing)} that differ ({name} is {saved.get(name, 'missing')} there and {here} here)",
-            "resume with the student, and the student.lora, that wrote it",
-        )
+        count, there = len(unwanted) + len(differing), saved.get(name, "missing")
+        rule, found = "must hold what is trained of student.model", f"{name} is {there} there and {here} here"
+        remedy = "resume with the student, and the student.lora, that wrote it"
+        raise CheckpointError(f"checkpoint {directory}", rule, f"{count} that differ ({found})", remedy)
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:
@@ -483,11 +469,13 @@ def _checked(read: Any) -> Metadata:
         raise ValueError(f"it makes {type(read).__name__}")
     tensors: dict[str, Any] = read.state_dict_metadata
     places = read.storage_data
-    if any(type(name) is not str or type(entry) is not TensorStorageMetadata for name, entry in tensors.items()):
+    kinds = {(type(name), type(entry)) for name, entry in tensors.items()}
+    if kinds - {(str, dcp_metadata.TensorStorageMetadata)}:
         raise ValueError("an entry that is no tensor")
-    if sum(len(entry.chunks) for entry in tensors.values()) != len(places):
+    chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
+    if len(chunks) != len(places):
         raise ValueError("tensors with other parts than it has places for")
-    if any(type(chunk) is not ChunkStorageMetadata for entry in tensors.values() for chunk in entry.chunks):
+    if any(type(chunk) is not dcp_metadata.ChunkStorageMetadata for chunk in chunks):
         raise ValueError("a part of a tensor that is none")
     if any(type(index) is not MetadataIndex or type(place) is not _StorageInfo for index, place in places.items()):
         raise ValueError("a place that is none")

@@ -7,16 +7,14 @@ may be learnt; then they are saved beside an export.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import pad
 
-from distill_rl.align.projection import load_projection, save_projection
+from distill_rl.align.projection import load_projection
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
 from distill_rl.losses.core.rows import accumulator
@@ -25,30 +23,12 @@ from distill_rl.models.files import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import own_columns
-from distill_rl.system.files import replacing
 from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)
 
 Target = Wire
 """A teacher's targets for one micro-batch, as they arrive."""
-
-
-@dataclass(frozen=True)
-class TeacherHead(OutputLayer):
-    """Computes logits from a teacher's hidden states, for the columns that this rank compares.
-
-    The bias is −inf in columns that stand for no token.
-    """
-
-    def attach(self, states: HiddenStates) -> TeacherHidden:
-        """Returns a target that joins hidden states with this output layer; its logits are not computed here.
-
-        The loss computes them a chunk at a time.
-        """
-        return TeacherHidden(
-            states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,50 +52,23 @@ class ComparedTeacher:
     settings: TeacherConfig
     cross: CrossTokenizer | None = None
     """None: it has the student's tokenizer."""
-    head: TeacherHead | None = None
-    """None: it does not send hidden states."""
+    head: OutputLayer | None = None
+    """For the columns that this rank compares; the bias is −inf in those that stand for no token. None: it does not send
+    hidden states."""
 
     def with_head(self, target: Target) -> Teacher:
-        """Joins hidden states with the output layer; other targets are returned as they are.
+        """Joins hidden states with the output layer; other targets are returned as they are. No logits are computed here.
 
         Raises:
             ValueError: hidden states without an output layer.
         """
         if not isinstance(target, HiddenStates):
             return target
-        if self.head is None:
+        head = self.head
+        if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`head`); got None")
-        return self.head.attach(target)
-
-
-def open_teachers(
-    teachers: Sequence[TeacherConfig],
-    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
-    world: World,
-    *,
-    learnable: bool,
-    columns: int,
-    tokens: int,
-) -> list[ComparedTeacher]:
-    """Opens the projections and output layers of all teachers.
-
-    Args:
-        cross_tokenizer_specs: per teacher, None if its tokenizer is the student's; empty if all are.
-        learnable, columns, tokens: as for `open_projection` and `open_head`.
-
-    Raises:
-        ConfigError: a model or tokenizer that cannot be read.
-        ValueError: a missing or damaged projection.
-    """
-    specs = tuple(cross_tokenizer_specs) or (None,) * len(teachers)
-    return [
-        ComparedTeacher(
-            teacher,
-            None if spec is None else open_projection(spec, world, learnable=learnable),
-            open_head(teacher, spec, world, columns=columns, tokens=tokens),
-        )
-        for teacher, spec in zip(teachers, specs, strict=True)
-    ]
+        label = target.label_logprob
+        return TeacherHidden(target.hidden, head.weight, head.softcap, head.scale, label_logprob=label, bias=head.bias)
 
 
 def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) -> CrossTokenizer:
@@ -143,18 +96,17 @@ def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) 
     if not learnable or spec.method != "xtoken":
         return CrossTokenizer(spec.method, fixed)
     projection = LearnableProjection(fixed)
-    if world.world_size == 1:
-        return CrossTokenizer(spec.method, projection)
-    # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
-    mesh = world.parameter_mesh
-    placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    projection.logits = nn.Parameter(placed)
+    if world.world_size > 1:
+        # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
+        mesh = world.parameter_mesh
+        placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        projection.logits = nn.Parameter(placed)
     return CrossTokenizer(spec.method, projection)
 
 
 def open_head(
     teacher: TeacherConfig, spec: CrossTokenizerSpec | None, world: World, *, columns: int, tokens: int
-) -> TeacherHead | None:
+) -> OutputLayer | None:
     """Reads a teacher's output layer onto this rank's device; None for a teacher that does not send hidden states.
 
     If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits.
@@ -188,36 +140,4 @@ def open_head(
     # A CPU computes in fp32; converting once saves converting for every micro-batch.
     dtype = weight.dtype if world.device.type == "cuda" else accumulator(weight.dtype)
     bias = None if bias is None else bias.to(world.device, dtype)
-    return TeacherHead(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)
-
-
-def save_learned(
-    projections: nn.ModuleDict,
-    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
-    folder: Path,
-) -> None:
-    """Writes the learned projections into `folder` as `INDEX.safetensors`, in the format that `projection.path` takes.
-
-    The folder is created only if there are any, and replaces an earlier one as a whole.
-
-    Args:
-        projections: by the index of the teacher, as in `Objective`.
-        cross_tokenizer_specs: per teacher; they name the files that the projections were loaded from.
-    """
-    if not projections:
-        return
-    with replacing(folder) as new:
-        for teacher, projection in projections.items():
-            spec = cross_tokenizer_specs[int(teacher)]
-            assert spec is not None
-            values = projection().values.detach().cpu().numpy()
-            save_projection(replace(load_projection(spec.projection), values=values), new / f"{teacher}.safetensors")
-
-
-def complete_gradient(parameter: nn.Parameter) -> None:
-    """Replaces the gradient of a replicated parameter, of which each rank has a share, by its sum over the ranks.
-
-    Collective over the parameter's mesh. Does nothing if there is no gradient, or if it is not a DTensor.
-    """
-    if isinstance(parameter.grad, DTensor):
-        parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)
+    return OutputLayer(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)

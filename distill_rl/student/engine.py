@@ -20,18 +20,21 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.config.measured import is_validated
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.losses import StudentHidden
+from distill_rl.losses.targets import with_each_tensor
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
@@ -45,11 +48,12 @@ from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.compared import Target, complete_gradient, open_teachers, save_learned
+from distill_rl.student.compared import ComparedTeacher, Target, open_head, open_projection
 from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
 from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
 from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
 from distill_rl.student.router_balance import RouterBalance
+from distill_rl.system.files import replacing
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TeacherPart, TokenRows
 
@@ -95,36 +99,33 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(
-            student, world, packing=config.data.packing, longest=config.data.max_length, seed=config.run.seed
-        )
+        data, seed = config.data, config.run.seed
+        self.model = load_model(student, world, packing=data.packing, longest=data.max_length, seed=seed)
         self._by_length = length_limit(self.model.config) is not None
-        self.fused = fused_loss(
-            config,
-            self.model.config.vocab_size,
-            known_head=family_of(self.model.config).proven,
-            on_gpu=world.device.type == "cuda",
-        )
+        columns, known_head = self.model.config.vocab_size, family_of(self.model.config).proven
+        on_gpu = world.device.type == "cuda"
+        self.fused = fused_loss(config, columns, known_head=known_head, on_gpu=on_gpu)
         if self.fused:
             forward.enter_at_hidden(self.model)
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
-        teachers = open_teachers(
-            config.running_teachers,
-            cross_tokenizer_specs,
-            world,
-            learnable=config.projection.learnable,
-            columns=self.model.config.vocab_size,
-            tokens=vocabulary_size,
-        )
+        specs = self.cross_tokenizer_specs or (None,) * len(config.running_teachers)
+        teachers = [
+            ComparedTeacher(
+                teacher,
+                None if spec is None else open_projection(spec, world, learnable=config.projection.learnable),
+                open_head(teacher, spec, world, columns=columns, tokens=vocabulary_size),
+            )
+            for teacher, spec in zip(config.running_teachers, specs, strict=True)
+        ]
         self.objective = Objective(config.loss, teachers)
         self.routers = RouterBalance(self.model, config.loss.router_weight, world)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.trained, config.optimizer, fused=world.device.type == "cuda")
+        self.optimizer = build_optimizer(self.trained, config.optimizer, fused=on_gpu)
         once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.parameters))
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
@@ -158,8 +159,7 @@ class StudentEngine:
         Raises:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
-        metrics = self.forward_backward(batch, targets, scores)
-        return metrics | self.optim_step()
+        return self.forward_backward(batch, targets, scores) | self.optim_step()
 
     def forward_backward(
         self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
@@ -180,13 +180,13 @@ class StudentEngine:
                 first = self.objective.blend(scores, asked=asked_sizes(batch))
                 self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
-        sums = self._run(batch, targets, blend, backward=True, last=last)
+        sums = self._run(batch, targets, blend, last=last)
         if last:
             reshard(self.model)
         self._losses.add(sums, blend, batch.num_labels)
         if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
             self.kd_scale = ce_over_kd(sums, self.world)
-        metrics = self._metrics("train", batch, sums, blend)
+        metrics = sums.metrics("train", self.objective, blend, batch) if self.world.reports else {}
         if metrics:
             compared = self.objective.num_compared(batch.num_labels, batch.teachers)
             metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
@@ -208,8 +208,10 @@ class StudentEngine:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
         step = self.step + 1
-        for parameter in self.objective.parameters():
-            complete_gradient(parameter)
+        for parameter in self.objective.parameters():  # each rank has a share of the gradient of what is replicated
+            if isinstance(parameter.grad, DTensor):
+                whole = [Replicate()] * parameter.grad.device_mesh.ndim
+                parameter.grad = parameter.grad.redistribute(placements=whole)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
         loss = self._losses.total()
         blamed = () if math.isfinite(loss) else self._losses.blamed(self.objective.teachers)
@@ -225,13 +227,9 @@ class StudentEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         self._begin_step()
-        if not self.world.reports:
-            return {}
-        return {
-            "train/grad_norm": Metric(norm, "last"),
-            "train/lr": Metric(lr, "last"),
-            "train/skipped": Metric(float(reason is not None), "max"),
-        }
+        skipped = Metric(float(reason is not None), "max")
+        metrics = {"train/grad_norm": Metric(norm, "last"), "train/lr": Metric(lr, "last"), "train/skipped": skipped}
+        return metrics if self.world.reports else {}
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
@@ -250,7 +248,7 @@ class StudentEngine:
         finally:
             reshard(self.model)
             self.model.train()
-        report = self._metrics("validation", batch, sums, blend)
+        report = sums.metrics("validation", self.objective, blend, batch) if self.world.reports else {}
         return {name: metric for name, metric in report.items() if is_validated(name) or "/taught/" in name}
 
     @gpu_phase("checkpoint copy")
@@ -283,7 +281,7 @@ class StudentEngine:
 
     def checkpoint_bytes(self) -> int:
         """Returns how many bytes `save` writes on all ranks together, except a few kilobytes."""
-        return self._snapshot().num_bytes
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._snapshot().tensors.values())
 
     def _snapshot(self) -> checkpoint.Snapshot:
         """Returns what this rank saves at present: the tensors themselves, not copies."""
@@ -301,8 +299,9 @@ class StudentEngine:
         Raises:
             CheckpointError: missing, damaged, or of another model.
         """
+        named = self._named_parameters()
         state, random_restored = checkpoint.load(
-            directory, parameters=self._named_parameters(), optimizer=self.optimizer, world=self.world
+            directory, parameters=named, optimizer=self.optimizer, world=self.world
         )
         self.step, self.kd_scale = state.step, state.kd_scale
         self.guard.restore(state.guard)
@@ -323,41 +322,47 @@ class StudentEngine:
         Raises:
             ExportError: on the first rank only, if the folder cannot be written.
         """
-        source, revision = self.config.student.model, self.config.student.revision
-        export_model(
-            self.model, source=source, revision=revision, tokenizer=tokenizer, out_dir=out_dir, card=card, **form
-        )
+        student = self.config.student
+        form |= {"source": student.model, "revision": student.revision, "card": card}
+        export_model(self.model, tokenizer=tokenizer, out_dir=out_dir, **form)
 
     def export_projections(self, folder: str | Path) -> None:
         """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing without any.
 
-        The files are those of `save_learned`. The parent of `folder` must exist.
+        The files are `INDEX.safetensors` by the index of the teacher, in the format that `projection.path` takes. The folder
+        replaces an earlier one as a whole; its parent must exist.
         """
-        if self.world.rank == 0:
-            save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
+        if self.world.rank or not self.objective.projections:
+            return
+        with replacing(Path(folder)) as new:
+            for teacher, projection in self.objective.projections.items():
+                spec = self.cross_tokenizer_specs[int(teacher)]
+                assert spec is not None
+                stored, values = load_projection(spec.projection), projection().values.detach().cpu().numpy()
+                save_projection(replace(stored, values=values), new / f"{teacher}.safetensors")
 
     def _run(
-        self,
-        batch: RankBatch,
-        targets: TargetSource,
-        blend: Blend,
-        *,
-        backward: bool = False,
-        last: bool = False,
-        with_agreement: bool = False,
+        self, batch: RankBatch, targets: TargetSource, blend: Blend, *, last: bool = False, with_agreement: bool = False
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows."""
-        # Collective.
+        """Runs forward, and where gradients are recorded backward, over all micro-batches of `batch`; returns the summed losses."""
+        # Collective. Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions
+        # of both: the labels are shifted already, so the one that a rank's last position predicts does not depend on the next.
+        if self.world.sp > 1 and any(teacher.chunks for teacher in batch.teachers):
+            raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
+        backward = torch.is_grad_enabled()
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size, padding_apart=self._by_length):
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
-            start = first_row - batch.first_row
-            parts = [part[start : start + rows.shape[0]] for part in batch.teachers]
+            start, part = first_row - batch.first_row, own_positions(self.world, rows.shape[1])
+            own = rows.labels[:, part]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
+                labels, num_own = to_device(own, self.world.device), int(np.count_nonzero(own != IGNORE_INDEX))
+                teachers = [each[start : start + rows.shape[0]].of_positions(part) for each in batch.teachers]
+                compared = ComparedRows(labels, batch.num_labels, blend, teachers, num_own, with_agreement)
                 with self.routers.of(rows, batch.num_labels) as balance:
-                    output = self._forward(rows, batch.num_labels, blend, parts, fetched, with_agreement)
+                    output = self._forward(rows, compared, fetched)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -365,40 +370,16 @@ class StudentEngine:
         sums.add_other_positions(self.world)
         return sums
 
-    # Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the
-    # labels are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
-
-    def _forward(
-        self,
-        rows: TokenRows,
-        num_labels: int,
-        blend: Blend,
-        teachers: Sequence[TeacherPart],
-        targets: Sequence[Target | None],
-        with_agreement: bool,
-    ) -> ObjectiveOutput:
+    def _forward(self, rows: TokenRows, batch: ComparedRows, targets: Sequence[Target | None]) -> ObjectiveOutput:
         """The model on a micro-batch, and its loss over this rank's positions."""
         # With a fused loss the logits are never made as a whole. Padded columns are masked either way.
-        num_rows, width = rows.shape
-        part = own_positions(self.world, width)
-        own = rows.labels[:, part]
-        if self.world.sp > 1 and any(teacher.chunks for teacher in teachers):
-            raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
 
         def own_part(of_target: Tensor) -> Tensor:
             if self.world.sp > 1:
-                of_target = part_of_rows(of_target, num_rows, part)
+                of_target = part_of_rows(of_target, rows.shape[0], own_positions(self.world, rows.shape[1]))
             return tensor_to_device(of_target, self.world.device)
 
-        here = [target and _each(target, own_part) for target in targets]
-        batch = ComparedRows(
-            to_device(own, self.world.device),
-            num_labels,
-            blend,
-            [teacher.of_positions(part) for teacher in teachers],
-            int(np.count_nonzero(own != IGNORE_INDEX)),
-            with_agreement,
-        )
+        here = [target and with_each_tensor(target, own_part) for target in targets]
         if not self.fused:
             return self.objective(self.logits(rows), batch, here)
 
@@ -429,13 +410,6 @@ class StudentEngine:
     def _with_teachers(self, batch: RankBatch) -> RankBatch:
         return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
 
-    def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
-        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`."""
-        # The result is `{}` on a rank that does not report.
-        if not self.world.reports:
-            return {}
-        return sums.metrics(prefix, self.objective, blend, batch)
-
     def _begin_step(self) -> None:
         """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""
         self._losses = StepLosses(self.world, len(self.objective.teachers))
@@ -452,12 +426,3 @@ class StudentEngine:
         """Seeds torch from run.seed, the step and the rank in the data dimension."""
         # The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))
-
-
-def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:
-    changed: dict[str, Any] = {}
-    for field in fields(target):
-        value = getattr(target, field.name)
-        if isinstance(value, Tensor):
-            changed[field.name] = change(value)
-    return replace(target, **changed)

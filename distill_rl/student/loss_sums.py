@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.observe.metrics import Metric
-from distill_rl.parallel.mesh import World
+from distill_rl.parallel.mesh import DP, World
 from distill_rl.student.compared import ComparedTeacher
 from distill_rl.student.objective import SUMS, Blend, Objective, ObjectiveOutput
 from distill_rl.types import IGNORE_INDEX, RankBatch
@@ -86,24 +86,18 @@ class LossSums:
         if len(teachers) > 1:
             # One with the share 0 is lost to the run, or asked for nothing.
             means |= {each.kl_name: each.kd / max(num_labels, 1) for each in teachers if each.is_here(each.share)}
-        metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
+        metrics = {name: Metric(value, "mean", num_labels) for name, value in means.items()}
         if batch.by_row:
-            metrics |= {
-                f"{prefix}/{name}": metric
-                for name, metric in _means_of_asked(teachers, sums[2]).items()
-                if name in means
-            }
-            metrics |= {
-                f"{prefix}/taught/{each.teacher.settings.name}": Metric(
-                    each.num_asked / max(num_labels, 1), "mean", num_labels
-                )
-                for each in teachers
-                if each.is_here(each.weight)
-            }
+            asked = _means_of_asked(teachers, sums[2])
+            metrics |= {name: metric for name, metric in asked.items() if name in means}
+            taught = {each.teacher.settings.name: each.num_asked for each in teachers if each.is_here(each.weight)}
+            for name, count in taught.items():
+                metrics[f"taught/{name}"] = Metric(count / max(num_labels, 1), "mean", num_labels)
         for each in teachers:
             suffix = f"/{each.teacher.settings.name}" if len(teachers) > 1 else ""
-            metrics |= {f"{prefix}/{name}{suffix}": metric for name, metric in each.agreement_metrics().items()}
-        return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
+            metrics |= {f"{name}{suffix}": metric for name, metric in each.agreement_metrics().items()}
+        metrics["tokens"] = Metric(num_labels, "sum")
+        return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
 
     def _of_teachers(
         self, objective: Objective, blend: Blend, batch: RankBatch, num_labels: int, sums: list[float]
@@ -226,6 +220,6 @@ def ce_over_kd(sums: LossSums, world: World) -> float:
     Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
     """
     total = sums.sums[:2].clone()
-    dist.all_reduce(total, group=world.dp_group)
+    dist.all_reduce(total, group=world.mesh.get_group(DP))  # the ranks that see other tokens
     kd, ce = total.tolist()
     return ce / kd if kd > 0 else 1.0

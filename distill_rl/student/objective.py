@@ -196,15 +196,11 @@ class Objective(nn.Module):
         comparisons = self._comparisons(student, batch, targets)
         # CE takes part in the pass of the first teacher whose pass can have it, and a pass of its own if there is none.
         carrier = next((i for i, each in enumerate(comparisons) if each.can_have_ce), None)
-        terms, weighed = [], []
-        for i, each in enumerate(comparisons):
-            term = each.term(self.config, student, batch, batch.blend.ce if i == carrier else 0.0)
-            terms.append(term)
-            weighed.append(term.kd * each.kd_factor(batch))
-        if carrier is None:
-            of_ce = token_term(self.config, student, batch, None, 0.0, batch.blend.ce)
-        else:
-            of_ce = terms[carrier]
+        ce = batch.blend.ce
+        carried = [ce if i == carrier else 0.0 for i in range(len(comparisons))]
+        terms = [each.term(self.config, student, batch, weight) for each, weight in zip(comparisons, carried)]
+        weighed = [term.kd * each.kd_factor(batch) for term, each in zip(terms, comparisons)]
+        of_ce = token_term(self.config, student, batch, None, 0.0, ce) if carrier is None else terms[carrier]
         if not terms:
             return ObjectiveOutput(of_ce.loss, of_ce.kd, of_ce.ce, (), of_ce.teacher_mass)
         first = next((i for i, each in enumerate(comparisons) if each.target is not None), 0)
@@ -282,9 +278,8 @@ class AskedTokens:
         if not is_all and len(own):
             kept = torch.from_numpy(of_tokens > 0).to(labels.device, non_blocking=True)
             labels = torch.where(kept, labels, IGNORE_INDEX)
-        tensor = None
-        if not is_even:
-            tensor = torch.tensor(of_tokens).to(labels.device, non_blocking=True)  # a copy: the array may be read-only
+        # A copy, because the array may be read-only.
+        tensor = None if is_even else torch.tensor(of_tokens).to(labels.device, non_blocking=True)
         weight = float(own[0]) if is_even and len(own) else 1.0
         return cls(labels, len(own), is_all, weight, tensor, weights.total)
 
@@ -391,13 +386,10 @@ class TeacherTerm:
             self.cross.fixed(),
             method=self.cross.method,
             labels=batch.labels,
-            top_k=config.top_k,
-            chunk_average=config.chunk_average,
-            uncommon_top_k=config.uncommon_top_k,
             relaxed=config.gold_relaxed,
             tau=config.alm_tau,
             reduction="sum" if weights is None else "none",
-            **_settings(config),
+            **_settings(config, "top_k", "chunk_average", "uncommon_top_k"),
         )
         every, one_to_one = self.chunks.weighted or (self.chunks.num_chunks, self.chunks.num_one_to_one)
         num_chunks = one_to_one if self.cross.method == "strict" else every
@@ -456,9 +448,9 @@ def token_term(
     return Term(output.loss * (factor / batch.denominator), kd_sum, output.ce_loss, output.teacher_mass)
 
 
-def _settings(config: LossConfig) -> dict[str, Any]:
-    """The keywords that comparisons by tokens and by chunks have in common."""
-    found = {name: getattr(config, name) for name in ("divergence", "beta", "temperature", "tail")}
+def _settings(config: LossConfig, *further: str) -> dict[str, Any]:
+    """The keywords that comparisons by tokens and by chunks have in common, and those of `further` names."""
+    found = {name: getattr(config, name) for name in ("divergence", "beta", "temperature", "tail", *further)}
     return found | {"backend": None if config.backend == "auto" else config.backend}
 
 

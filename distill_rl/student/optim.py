@@ -42,22 +42,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
     import torch
 
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    trainable = list(named.values())
-    decayed = {name for name, parameter in named.items() if is_decayed(name, parameter.ndim)}
-    groups = [
-        {"params": [named[name] for name in named if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [named[name] for name in named if name not in decayed], "weight_decay": 0.0},
-    ]
+    decayed = [parameter for name, parameter in named.items() if is_decayed(name, parameter.ndim)]
+    others = [parameter for name, parameter in named.items() if not is_decayed(name, parameter.ndim)]
+    of_decay = ((decayed, config.weight_decay), (others, 0.0))
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in of_decay if parameters]
     beta1, beta2 = config.betas
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(beta1, beta2),
-        eps=config.eps,
-        foreach=not fused,
-        fused=fused,
+        groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, foreach=not fused, fused=fused
     )
-    for parameter in trainable:
+    for parameter in named.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
             "exp_avg": torch.zeros_like(parameter),

@@ -129,9 +129,8 @@ def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
         recorder = (getattr(inner, "_can_record_outputs", None) or {}).get("router_logits")
         kind = getattr(recorder, "target_class", None)  # a list of recorders names other things than routers
         if recorder is not None and kind is not None:
-            return [
-                (each, recorder.index) for each in model.modules() if isinstance(each, kind) and hasattr(each, "top_k")
-            ]
+            routers = [each for each in model.modules() if isinstance(each, kind) and hasattr(each, "top_k")]
+            return [(each, recorder.index) for each in routers]
     return []
 
 

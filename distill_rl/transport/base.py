@@ -137,7 +137,8 @@ class Transport(Protocol):
         """
 
     def accept(self, receipt: Receipt) -> None:
-        """Takes note on the writer's side that a reader has opened the ring. Call it once per receipt."""
+        """Takes note on the writer's side that a reader has opened the ring. Call it once per receipt. Nothing by default."""
+        return
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Copies the tensors into the slot, replacing its content, and returns the handle by which readers fetch it.

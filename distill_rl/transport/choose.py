@@ -73,9 +73,8 @@ def expected(name: str, *, gpus: int) -> TransportChoice:
     """
     if name == "auto":
         if gpus and not expandable_segments(os.environ):
-            return TransportChoice(
-                "cuda_ipc", "if the GPUs of teacher and student reach each other, otherwise object_store"
-            )
+            reason = "if the GPUs of teacher and student reach each other, otherwise object_store"
+            return TransportChoice("cuda_ipc", reason)
         return _object_store("expandable segments are on" if gpus else "no GPU")
     if name == "cuda_ipc":
         if not gpus:

@@ -33,16 +33,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from distill_rl.errors import TransportError, first_line
 from distill_rl.system.gpu_memory import gpu_phase
+from distill_rl.transport import ring as rings
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, expandable_segments, gpu_uuid
-from distill_rl.transport.ring import (
-    OpenedRing,
-    RingTransport,
-    WrittenRing,
-    round_up,
-    slot_stride,
-    state_bytes,
-    unwritten,
-)
 from distill_rl.transport.segment import Address, Segment
 
 # What processes share of a GPU: an allocation, and events. Waiting for an event of a process that may die.
@@ -62,7 +54,7 @@ _DEVICE, _HANDLE, _OFFSET = 6, 7, 9
 
 def buffer_bytes(size: int) -> int:
     """The size of a buffer for `size` bytes, which the allocator takes exactly: a multiple of 2 MiB, and at least 10 MiB."""
-    return max(round_up(size, _STEP), _LEAST)
+    return max(rings.round_up(size, _STEP), _LEAST)
 
 
 @gpu_phase("transport ring")
@@ -86,17 +78,6 @@ def allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tenso
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
     check_alone(torch.cuda.memory_snapshot(), buffer.data_ptr())
     return pool, buffer
-
-
-def export_buffer(buffer: Tensor) -> tuple[Any, ...]:
-    """Exports the buffer for one reader, and returns the arguments from which that reader rebuilds it (`import_buffer`).
-
-    Raises:
-        TransportError: the buffer is not a whole allocation that can be shared.
-    """
-    _, arguments = reduce_tensor(buffer)
-    check_export(arguments)
-    return arguments
 
 
 def check_alone(segments: Sequence[Mapping[str, Any]], address: int) -> None:
@@ -132,7 +113,7 @@ def _not_alone(value: str) -> TransportError:
 
 
 def import_buffer(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The buffer of another process, rebuilt from `export_buffer`'s arguments on the device that it has in this process."""
+    """The buffer of another process, rebuilt from `reduce_tensor`'s arguments on the device that it has in this process."""
     here = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     with torch.inference_mode(False), torch.cuda.device(device):
         return rebuild_cuda_tensor(*here)
@@ -197,7 +178,7 @@ class _Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written(WrittenRing):
+class _Written(rings.WrittenRing):
     control: Segment
     """The ring's words."""
     pool: torch.cuda.MemPool
@@ -208,7 +189,7 @@ class _Written(WrittenRing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened(OpenedRing):
+class _Opened(rings.OpenedRing):
     control: Segment
     written: list[torch.cuda.Event]
     finished: list[torch.cuda.Event]
@@ -236,7 +217,7 @@ class _Opened(OpenedRing):
         os.close(self.process)
 
 
-class CudaIpcTransport(RingTransport[_Written, _Opened]):
+class CudaIpcTransport(rings.RingTransport[_Written, _Opened]):
     """Writes one ring, or reads those of other processes on the same GPU or its peers.
 
     Args:
@@ -267,10 +248,14 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         earlier: CudaIpcTransport | None = None,
     ):
         memory = None if earlier is None else earlier._release_memory(ring)
-        _check_device(torch.device(device))
+        gpu = torch.device(device)
+        if gpu.type != "cuda" or not torch.cuda.is_available():
+            raise TransportError("transport cuda_ipc", "needs a GPU", device, "use transport=auto")
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            rule, remedy = "needs torch's own allocator", "take backend out of PYTORCH_ALLOC_CONF"
+            raise TransportError("transport cuda_ipc", rule, backend, remedy)
         self._deadline_s = deadline_s
-        index = torch.device(device).index
-        index = torch.cuda.current_device() if index is None else index
+        index = torch.cuda.current_device() if gpu.index is None else gpu.index
         self._device = torch.device("cuda", index)
         written = None if ring is None else _make_ring(ring, self._device, memory)
         super().__init__(written, source, node_id, gpu_uuid(index))
@@ -331,7 +316,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             wait_for(opened.written[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is written")
             for stream in opened.streams(self._device):
                 stream.wait_event(opened.written[index])  # reached by now; it makes the copy visible to the stream
-            with unwritten(opened.views(index, handle.tensors), handle.slot) as views:
+            with rings.unwritten(opened.views(index, handle.tensors), handle.slot) as views:
                 yield views
             stream, *peers = opened.streams(self._device)
             for peer in peers:
@@ -362,8 +347,10 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
     def _payload(self, written: _Written) -> _Exported:
         """Returns what one reader needs to open the ring: the address of its words, its sizes and IPC handles."""
+        _, arguments = reduce_tensor(written.buffer)
+        check_export(arguments)
         events = tuple(event.ipc_handle() for event in written.written)
-        return _Exported(written.control.address, written.ring, export_buffer(written.buffer), events)
+        return _Exported(written.control.address, written.ring, arguments, events)
 
     def _attach(self, offer: Offer) -> _Opened:
         """Maps the ring of an offer, after closing an earlier one of the same source."""
@@ -390,7 +377,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
 
 def _buffer_bytes(ring: Ring) -> int:
-    return buffer_bytes(ring.num_slots * slot_stride(ring))
+    return buffer_bytes(ring.num_slots * rings.slot_stride(ring))
 
 
 def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Written:
@@ -400,18 +387,11 @@ def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Wri
         remedy = f"take expandable_segments out of {variable}, or use transport=object_store"
         raise TransportError("transport cuda_ipc", rule, remedy=remedy)
     with ExitStack() as undo:
-        control = Segment.create(state_bytes(ring))
+        control = Segment.create(rings.state_bytes(ring))
         undo.callback(control.close)
         pool, buffer = memory or allocate(_buffer_bytes(ring), device)
-        written = _Written(
-            ring=ring,
-            nonce=control.address.nonce,
-            words=control.words,
-            control=control,
-            buffer=buffer,
-            pool=pool,
-            written=shared_events(ring.num_slots, device),
-        )
+        events = shared_events(ring.num_slots, device)
+        written = _Written(**rings.words_of(control, ring), control=control, buffer=buffer, pool=pool, written=events)
         undo.pop_all()
     return written
 
@@ -424,9 +404,7 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         process = os.pidfd_open(exported.address.pid)
         undo.callback(os.close, process)
         opened = _Opened(
-            ring=exported.ring,
-            nonce=exported.address.nonce,
-            words=control.words,
+            **rings.words_of(control, exported.ring),
             reader=offer.reader,
             control=control,
             buffer=import_buffer(exported.rebuild, gpu),
@@ -436,15 +414,6 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
         )
         undo.pop_all()
     return opened
-
-
-def _check_device(device: torch.device) -> None:
-    """Raises TransportError unless the device is a GPU whose memory comes from torch's own allocator."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise TransportError("transport cuda_ipc", "needs a GPU", str(device), "use transport=auto")
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        rule, remedy = "needs torch's own allocator", "take backend out of PYTORCH_ALLOC_CONF"
-        raise TransportError("transport cuda_ipc", rule, backend, remedy)
 
 
 def _local_device(uuid: str, what: str) -> torch.device:

@@ -22,14 +22,14 @@ from ray._private.worker import global_worker
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, Transport, describe
 from distill_rl.transport.ring import unwritten
 
 _ray: Any = global_worker
 """This process's part of Ray. It has no public way to make a reference to an object that another process keeps alive."""
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(Transport):
     """Keeps each slot's last object alive until the slot is written again.
 
     Args:
@@ -53,9 +53,6 @@ class ObjectStoreTransport:
         """Returns a receipt. Nothing is opened or checked."""
         return Receipt(offer.reader)
 
-    def accept(self, receipt: Receipt) -> None:
-        pass
-
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Puts the tensors into the object store, copied to host memory, and returns a handle with its location.
 
@@ -73,7 +70,10 @@ class ObjectStoreTransport:
             raise TransportError(f"slot {slot.index}", f"the generation must be even and above {last}", slot.generation)
         reference = ray.put([_to_numpy(tensor) for tensor in tensors.values()])
         self._kept[slot.index] = (slot.generation, reference)
-        return Handle(self.name, self._node_id, slot, layout, describe(tensors), _locate(reference))
+        # What Ray needs to find an object that this process owns, in its own bytes. Unlike a reference it does not keep it alive.
+        _, owner, status = _ray.core_worker.serialize_object_ref(reference)
+        location = reference.binary(), owner, status
+        return Handle(self.name, self._node_id, slot, layout, describe(tensors), location)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
@@ -86,8 +86,11 @@ class ObjectStoreTransport:
                 to a tensor.
         """
         what = f"slot {handle.slot.index}"
+        object_id, owner, status = handle.payload
+        reference: ray.ObjectRef = ray.ObjectRef(object_id)  # of this process, to what its owner keeps alive
+        _ray.core_worker.deserialize_and_register_object_ref(object_id, ray.ObjectRef.nil(), owner, status)
         try:
-            arrays = ray.get(_refer(*handle.payload), timeout=self._deadline_s)
+            arrays = ray.get(reference, timeout=self._deadline_s)
         except ray.exceptions.GetTimeoutError:
             raise TransportError(what, f"its object must arrive within {self._deadline_s:g} s") from None
         except ray.exceptions.ObjectLostError as error:
@@ -100,20 +103,6 @@ class ObjectStoreTransport:
     def close(self) -> None:
         """Lets go of the slots' objects; Ray frees those to which nobody else holds a reference."""
         self._kept.clear()
-
-
-def _locate(reference: ray.ObjectRef) -> tuple[bytes, bytes, bytes]:
-    """Returns what Ray needs to find an object that this process owns, in Ray's own bytes: its id, owner and status."""
-    # Unlike a reference, it does not keep the object alive.
-    _, owner, status = _ray.core_worker.serialize_object_ref(reference)
-    return reference.binary(), owner, status
-
-
-def _refer(object_id: bytes, owner: bytes, status: bytes) -> ray.ObjectRef:
-    """Returns a reference of this process to an object that its owner keeps alive."""
-    reference: ray.ObjectRef = ray.ObjectRef(object_id)
-    _ray.core_worker.deserialize_and_register_object_ref(object_id, ray.ObjectRef.nil(), owner, status)
-    return reference
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

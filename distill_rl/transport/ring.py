@@ -20,7 +20,7 @@ the slots are stored.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, Transport, describe
+from distill_rl.transport.segment import Segment
 
 ALIGNMENT = 256
 """Offsets of tensors in a slot are multiples of this, which is more than any dtype or vector load needs."""
@@ -179,8 +180,7 @@ class WrittenRing(_MappedRing):
         current = self.generation(slot.index)
         if slot.generation % 2 or slot.generation <= current:
             raise TransportError(what, f"the generation must be even and above {current}", slot.generation)
-        late = [i for i in self.readers_of(slot.index) if self.words[self._word(slot.index, i)] != current]
-        if late:
+        if late := [i for i in self.readers_of(slot.index) if self.words[self._word(slot.index, i)] != current]:
             rule = f"every reader must be done with generation {current} before it is written again"
             raise TransportError(what, rule, f"still reading: {', '.join(map(str, late))}")
         _, size = place(specs)
@@ -214,18 +214,22 @@ class OpenedRing(_MappedRing):
 
     def _check(self, handle: Handle) -> None:
         """Raises TransportError if the slot's present generation is not the handle's."""
-        current = self.generation(handle.slot.index)
-        if current != handle.slot.generation:
+        if (current := self.generation(handle.slot.index)) != handle.slot.generation:
             state = "being written, or left by a writer that died" if current % 2 else "written again"
             rule = f"the handle is for generation {handle.slot.generation}"
             raise TransportError(f"slot {handle.slot.index}", rule, f"generation {current} ({state})")
+
+
+def words_of(segment: Segment, ring: Ring) -> dict[str, Any]:
+    """The parts of a mapped ring whose words are at the beginning of a segment."""
+    return {"ring": ring, "nonce": segment.address.nonce, "words": segment.words}
 
 
 W = TypeVar("W", bound=WrittenRing)
 R = TypeVar("R", bound=OpenedRing)
 
 
-class RingTransport(ABC, Generic[W, R]):
+class RingTransport(Transport, Generic[W, R]):
     """A transport whose slots are memory that is written again and again: everything except the memory itself.
 
     Args:
@@ -234,8 +238,6 @@ class RingTransport(ABC, Generic[W, R]):
         node_id: node of this process; offers from other nodes are refused.
         device: where the slots are, `"cpu"` or the UUID of a GPU.
     """
-
-    name: str
 
     def __init__(self, written: W | None, source: str, node_id: str, device: str = "cpu"):
         self._written, self._source, self._node_id, self._device_name = written, source, node_id, device
@@ -260,8 +262,7 @@ class RingTransport(ABC, Generic[W, R]):
         if reader not in written.ring.readers:
             what = f"ring of {self._source or 'a writer'}"
             raise TransportError(what, f"its readers are {list(written.ring.readers)}", reader)
-        payload = self._payload(written)
-        return Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
+        return Offer(self.name, self._source, self._node_id, self._device_name, reader, self._payload(written))
 
     def open(self, offer: Offer) -> Receipt:
         """Opens the ring of an offer for reading, in place of an earlier one of the same source.
@@ -272,9 +273,6 @@ class RingTransport(ABC, Generic[W, R]):
         check_offer(offer, self.name, self._node_id)
         self._opened[offer.source] = self._attach(offer)
         return Receipt(offer.reader)
-
-    def accept(self, receipt: Receipt) -> None:
-        pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Copies the tensors into the slot, marks it with the slot's generation, and returns a handle on it.
@@ -287,8 +285,7 @@ class RingTransport(ABC, Generic[W, R]):
         written, specs = self._writing_side(), describe(tensors)
         with written.writing(slot, specs, layout):
             self._copy(written, slot.index, written.views(slot.index, specs), tensors)
-        payload = (self._source, written.nonce)
-        return Handle(self.name, self._node_id, slot, layout, specs, payload)
+        return Handle(self.name, self._node_id, slot, layout, specs, (self._source, written.nonce))
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
@@ -325,8 +322,8 @@ class RingTransport(ABC, Generic[W, R]):
         what = f"slot {handle.slot.index} of {source or 'a ring'}"
         opened = self._opened.get(source)
         if opened is None:
-            opened_rings = f"opened: {sorted(self._opened)}"
-            raise TransportError(what, "its ring must be opened before it is fetched", opened_rings)
+            rule = "its ring must be opened before it is fetched"
+            raise TransportError(what, rule, f"opened: {sorted(self._opened)}")
         if opened.nonce != nonce:
             raise TransportError(what, "its ring was replaced by that of a newer writer")
         return opened

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distill_rl.transport.base import Offer, Receipt, Ring
-from distill_rl.transport.ring import OpenedRing, RingTransport, WrittenRing, slot_stride, state_bytes
+from distill_rl.transport.ring import OpenedRing, RingTransport, WrittenRing, slot_stride, state_bytes, words_of
 from distill_rl.transport.segment import Address, Backing, Segment
 
 
@@ -75,4 +75,4 @@ def _mapped(segment: Segment, ring: Ring) -> dict[str, Any]:
     """The parts of a ring in a segment: the slots are behind the words."""
     with torch.inference_mode(False):
         slots = torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))
-    return {"ring": ring, "nonce": segment.address.nonce, "buffer": slots, "words": segment.words}
+    return words_of(segment, ring) | {"buffer": slots}

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.schema import StudentConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, forward
+from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files import read_config, read_tokenizer
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton
+from distill_rl.models.weights import WeightFiles, read_weights, restore_buffers, skeleton, tensors_in_files
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import gather_to_first, local_part, local_slices, mask_padded_columns
 from tests.helpers import ranks
@@ -91,15 +92,14 @@ def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
     world = in_world(dp, tp)
     config = read_config(path)
     model = skeleton(config, dtype=torch.float32, attention="sdpa")
-    family = families.family_of(config)
-    parallelize(model, world.mesh, family=family, fsdp=True, compute_dtype=torch.float32)
+    parallelize(model, world.mesh, StudentConfig(model=path, dtype="fp32"))
     files = WeightFiles(Path(path))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     model.to_empty(device="cpu")
     tie_again(model)
     restore_buffers(model)
-    sizes = read_weights(model, files)
+    sizes = read_weights(model, files, tensors_in_files(model, files))
     peak = _status("VmHWM")
     held = sum(local_part(parameter).nbytes for parameter in model.parameters())
     close_world(world)

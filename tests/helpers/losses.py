@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from distill_rl.losses import DenseLogits, SampledTokens, TeacherHidden, TopKLogprobs, reference
 
-DIVERGENCES = tuple(reference.DIVERGENCES)
+DIVERGENCES = tuple(reference.LOG_DIVERGENCES)
 TAILS = ("bucket", "truncate", "renormalize")
 TEMPERATURES = (1.0, 2.5)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import VocabularyProjection
-from distill_rl.student.compared import ComparedTeacher, CrossTokenizer, TeacherHead
+from distill_rl.models.load import OutputLayer
+from distill_rl.student.compared import ComparedTeacher, CrossTokenizer
 from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput
 from distill_rl.types import RankBatch, TeacherPart, TokenRows
 
@@ -18,7 +19,7 @@ from distill_rl.types import RankBatch, TeacherPart, TokenRows
 def compared_teachers(
     *weights: float,
     cross: Sequence[tuple[str, VocabularyProjection | None] | None] = (),
-    heads: Sequence[TeacherHead | None] = (),
+    heads: Sequence[OutputLayer | None] = (),
 ) -> list[ComparedTeacher]:
     """Teachers `t0`, `t1`, … with these weights; methods and projections of those with another tokenizer."""
     return [

@@ -32,14 +32,13 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def backend(value: str | None) -> None:
-    if value not in ("eager", "triton", None):
-        raise ValueError(f"backend: must be eager, triton or None; got {value!r}")
-
-
-def in_unit_interval(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}: must lie in [0, 1]; got {value!r}")
+def common(temperature: float, chunk_size: int | None, *, backend: str | None = None, tail: str = "bucket") -> None:
+    """Checks the settings that all losses have, or some of them."""
+    positive("temperature", temperature)
+    at_least_one("chunk_size", chunk_size)
+    one_of("tail", tail, TAILS)
+    if backend not in ("eager", "triton", None):
+        raise ValueError(f"backend: must be eager, triton or None; got {backend!r}")
 
 
 def positive(name: str, value: float) -> None:
@@ -76,9 +75,8 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
     if tensor.ndim not in dims or not tensor.is_floating_point():
         wanted = " or ".join(str(dim) for dim in dims)
-        raise ValueError(
-            f"{name}: must be a float tensor of {wanted} dimensions; got {tensor.dtype} {list(tensor.shape)}"
-        )
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name}: must be a float tensor of {wanted} dimensions; got {found}")
 
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
@@ -116,18 +114,14 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range."""
     ids, logprobs = teacher.ids, teacher.logprobs
-    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows:
         raise ValueError(f"teacher.ids: must be [N, k] with N = {num_rows} rows; got {list(ids.shape)}")
     if logprobs.shape != ids.shape or not logprobs.is_floating_point():
-        raise ValueError(
-            f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; "
-            f"got {logprobs.dtype} {list(logprobs.shape)}"
-        )
-    _one_per_row("rest_logprob", teacher.rest_logprob, num_rows)
+        found = f"{logprobs.dtype} {list(logprobs.shape)}"
+        raise ValueError(f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; got {found}")
+    _beside_entries(ids, teacher.temperature, temperature, "rest_logprob", teacher.rest_logprob)
     if not 1 <= ids.shape[1] <= vocabulary:
         raise ValueError(f"teacher.ids: k must lie in [1, {vocabulary}], the vocabulary; got {ids.shape[1]}")
-    _same_temperature(teacher.temperature, temperature)
     if looked_at(validate, ids) and ids.numel():
         _distinct_ids(ids, vocabulary)
         if bool((logprobs[ids < 0] > -torch.inf).any()):
@@ -157,42 +151,32 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
     if bool(above.any()):
         row = int(above.nonzero()[0, 0])
         mass = float(wide[row].exp().sum())
-        raise ValueError(
-            "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
-            f"got {mass:.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
-        )
+        rule = "must be log-probabilities, whose exponentials sum to at most 1 in a row"
+        remedy = "take log_softmax over the whole vocabulary before the top k"
+        raise ValueError(f"teacher.logprobs: {rule}; got {mass:.4g} in row {row}, {remedy}")
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires draws that fit the student: dtypes, shapes, temperature, distinct ids in range, and counts beside them."""
     ids, counts = teacher.ids, teacher.counts
-    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows or not ids.shape[1]:
         raise ValueError(f"teacher.ids: must be [N, m] with N = {num_rows} rows and m >= 1; got {list(ids.shape)}")
     if counts.shape != ids.shape or counts.is_floating_point() or counts.dtype == torch.bool:
-        raise ValueError(
-            f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; "
-            f"got {counts.dtype} {list(counts.shape)}"
-        )
-    _one_per_row("mean_logprob", teacher.mean_logprob, num_rows)
-    _same_temperature(teacher.temperature, temperature)
+        found = f"{counts.dtype} {list(counts.shape)}"
+        raise ValueError(f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; got {found}")
+    _beside_entries(ids, teacher.temperature, temperature, "mean_logprob", teacher.mean_logprob)
     if looked_at(validate, ids) and ids.numel():
         if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
             raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
         _distinct_ids(ids, vocabulary)
 
 
-def _integer_ids(ids: Tensor) -> None:
+def _beside_entries(ids: Tensor, theirs: float, ours: float, name: str, per_row: Tensor | None) -> None:
+    """Requires integer ids [N, k], one number per row if there are any, and that both sides have one temperature."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
-
-
-def _one_per_row(name: str, values: Tensor | None, num_rows: int) -> None:
-    if values is not None and values.shape != (num_rows,):
-        raise ValueError(f"teacher.{name}: must be [N] with N = {num_rows} rows; got {list(values.shape)}")
-
-
-def _same_temperature(theirs: float, ours: float) -> None:
+    if per_row is not None and per_row.shape != ids.shape[:1]:
+        raise ValueError(f"teacher.{name}: must be [N] with N = {len(ids)} rows; got {list(per_row.shape)}")
     if theirs != ours:
         raise ValueError(f"temperature: must be that of the teacher's targets, {theirs}; got {ours}")
 
@@ -206,6 +190,5 @@ def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)
     if twice.any():
         row, column = twice.nonzero()[0].tolist()
-        raise ValueError(
-            f"teacher.ids: must be distinct within a row; got {int(ordered[row, column])} twice in row {row}"
-        )
+        found = f"{int(ordered[row, column])} twice in row {row}"
+        raise ValueError(f"teacher.ids: must be distinct within a row; got {found}")

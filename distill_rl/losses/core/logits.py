@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from distill_rl.losses.core.rows import (
     PRODUCT_ROWS,
     Buffers,
     Centre,
+    Grads,
     RowFunction,
     RowKernels,
     RowPlan,
@@ -145,10 +146,8 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        raise RuntimeError(
-            "second derivative: the losses of this package have first derivatives only; take it of "
-            "losses.reference, which is plain autograd in fp64"
-        )
+        rule = "the losses of this package have first derivatives only"
+        raise RuntimeError(f"second derivative: {rule}; take it of losses.reference, which is plain autograd in fp64")
 
 
 class _Anchor(torch.autograd.Function):
@@ -356,18 +355,10 @@ class Gradients:
     bf16 has the range of fp32: its gradients are rounded as soon as they are complete, which takes half of the memory.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: Sequence[bool],
-        shard: VocabularyShard,
-        plan: RowPlan,
-        *,
-        scaled_later: bool = False,
-    ):
-        self.inputs, self.shard, self.plan = hidden, shard, plan
+    def __init__(self, student: StudentLogits, needs: Sequence[bool], plan: RowPlan, *, scaled_later: bool = False):
+        hidden, weight, bias = student.inputs, student.weight, student.bias
+        assert weight is not None
+        self.inputs, self.shard, self.plan = hidden, student.settings.shard, plan
         self.dtypes = [  # of the results
             torch.float32 if scaled_later and each == torch.float16 else each
             for each in (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -375,7 +366,7 @@ class Gradients:
         wide = accumulator(weight.dtype)
         self.at_once = len(plan.pieces) <= 1  # nothing has to be accumulated in fp32
         empty = torch.empty_like if plan.length == hidden.shape[0] else torch.zeros_like
-        self.hidden = empty(hidden, dtype=wide if shard.group else self.dtypes[0]) if needs[0] else None
+        self.hidden = empty(hidden, dtype=wide if self.shard.group else self.dtypes[0]) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=self.dtypes[1] if self.at_once else wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
@@ -524,11 +515,9 @@ class StudentLogits:
         Args:
             parameters: of the function, which already holds them. Passed so that autograd asks for their gradients.
         """
-        return RowValues.apply(self.inputs, self.weight, self.bias, self.settings, function, plan, *parameters)
+        return RowValues.apply(self.inputs, self.weight, self.bias, _Work(self.settings, function, plan), *parameters)
 
-    def loss(
-        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def loss(self, function: RowFunction, plan: RowPlan, weights: Grads) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """What `stream` returns, preceded by Σ weights · values, or by None if the caller must compute that from the values.
 
         Args:
@@ -541,7 +530,7 @@ class StudentLogits:
             # Inside forward it never is, and parameters still say that they need a gradient.
             inputs = [None if each is None else each.detach() for each in inputs]
         anchors = [_Anchor.apply(each) for each in inputs if each is not None and each.requires_grad]
-        loss, *values = FusedLoss.apply(*inputs, self.settings, function, plan, weights, *anchors)
+        loss, *values = FusedLoss.apply(*inputs, _Work(self.settings, function, plan), weights, *anchors)
         return loss, tuple(values)
 
     @torch.no_grad()
@@ -606,7 +595,7 @@ class _Chunks(ABC):
     def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
         self.inputs, self.settings, self.function, self.plan = student.inputs, student.settings, function, plan
         self.pieces, self.u = plan.pieces, student.like
-        size, given = max(plan.largest, 1), student.weight is None
+        size, given = max([1, *(rows.stop - rows.start for rows in plan.pieces)]), student.weight is None
         self.buffers = Buffers(size, self.settings.shard.size, self.u.dtype, self.u.device, reloaded=given)
 
     @abstractmethod
@@ -652,7 +641,7 @@ class _GivenChunks(_Chunks):
             return Visit(rows, self.inputs[rows], None, self.buffers)
         return Visit(rows, self.inputs, self.plan.order[rows], self.buffers)
 
-    def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def backward(self, grads: Grads) -> Tensor:
         """The gradient of the logits, in their dtype; 0 for rows that are not streamed. Maybe in the logits' own memory.
 
         Args:
@@ -725,13 +714,13 @@ class _ComputedChunks(_Chunks):
             if gradients is not None:
                 gradients.add(rows, self._gradient(rows, weights), self.head)
 
-    def backward(self, gradients: Gradients, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, gradients: Gradients, grads: Grads) -> None:
         """Computes each chunk's logits again and adds its gradients to `gradients`."""
         for rows in self.pieces:
             self.load(rows)
             gradients.add(rows, self._gradient(rows, grads), self.head)
 
-    def _gradient(self, rows: slice, grads: Sequence[Tensor | None]) -> Tensor:
+    def _gradient(self, rows: slice, grads: Grads) -> Tensor:
         """∂(Σ grads · values)/∂ (the chunk's logits before a softcap), [n, Vl]; overwrites the chunk."""
         columns, shares = self.buffers.columns, _parts(grads, rows)
         if self.kernels is None:
@@ -745,8 +734,16 @@ class _ComputedChunks(_Chunks):
         return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
-def _parts(grads: Sequence[Tensor | None], rows: slice) -> list[Tensor | None]:
+def _parts(grads: Grads, rows: slice) -> list[Tensor | None]:
     return [None if grad is None else grad[rows] for grad in grads]
+
+
+class _Work(NamedTuple):
+    """What an autograd function does, and keeps, besides its tensors."""
+
+    settings: _StudentSettings
+    function: RowFunction
+    plan: RowPlan
 
 
 class RowValues(torch.autograd.Function):
@@ -755,21 +752,14 @@ class RowValues(torch.autograd.Function):
     @staticmethod
     @own_dtypes
     def forward(
-        ctx,
-        inputs: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        settings: _StudentSettings,
-        function: RowFunction,
-        plan: RowPlan,
-        *parameters: Tensor,
+        ctx, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, work: _Work, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
+        settings, function, plan = work
         student = StudentLogits(inputs, settings, weight, bias)
         (_GivenChunks if weight is None else _ComputedChunks)(student, function, plan).forward()
         values, constants = function.outputs()
         ctx.save_for_backward(inputs, weight, bias, *function.exchange())
-        ctx.settings, ctx.function, ctx.plan = settings, function, plan
-        ctx.num_values, ctx.num_parameters = len(values), len(parameters)
+        ctx.work, ctx.num_values, ctx.num_parameters = work, len(values), len(parameters)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constants)
         return *values, *constants
@@ -778,7 +768,7 @@ class RowValues(torch.autograd.Function):
     @first_derivative
     def backward(ctx, saved: Sequence[Tensor], *grads: Tensor | None):
         inputs, weight, bias, *others = saved
-        settings, function, plan, shares = ctx.settings, ctx.function, ctx.plan, grads[: ctx.num_values]
+        (settings, function, plan), shares = ctx.work, grads[: ctx.num_values]
         function.exchange(others)
         student = StudentLogits(inputs, settings, weight, bias)
         found: tuple[Tensor | None, ...]
@@ -788,12 +778,12 @@ class RowValues(torch.autograd.Function):
             found = _GivenChunks(student, function, plan).backward(shares), None, None
         else:
             # The chunks' buffers are freed before the gradients are rounded, which needs memory, too.
-            gradients = Gradients(inputs, weight, bias, ctx.needs_input_grad[:3], settings.shard, plan)
+            gradients = Gradients(student, ctx.needs_input_grad[:3], plan)
             _ComputedChunks(student, function, plan).backward(gradients, shares)
             found = gradients.finish()
         function.exchange()
         parameters = function.parameter_gradients() if ctx.num_parameters else ()
-        return *found, None, None, None, *parameters
+        return *found, None, *parameters
 
 
 class FusedLoss(torch.autograd.Function):
@@ -810,17 +800,16 @@ class FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: _StudentSettings,
-        function: RowFunction,
-        plan: RowPlan,
+        work: _Work,
         weights: Sequence[Tensor | None],
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
+        settings, function, plan = work
         needs, inputs = ctx.needs_input_grad[:3], (hidden, weight, bias)
         student = StudentLogits(hidden, settings, weight, bias)
         gradients, ctx.enlarged, shares = None, None, weights
         if any(needs):
-            gradients = Gradients(*inputs, needs, settings.shard, plan, scaled_later=True)
+            gradients = Gradients(student, needs, plan, scaled_later=True)
             ctx.enlarged = enlargement(inputs, weights)
         if ctx.enlarged is not None:
             shares = [None if share is None else share * ctx.enlarged for share in weights]
@@ -841,7 +830,7 @@ class FusedLoss(torch.autograd.Function):
         if ctx.enlarged is not None:
             factor = factor / ctx.enlarged
         found = (None if one is None else scaled(one, factor, dtype) for one, dtype in zip(made, ctx.dtypes))
-        return *found, *[None] * (4 + len(anchors))
+        return *found, *[None] * (2 + len(anchors))
 
 
 class _RowsApart(torch.autograd.Function):
@@ -907,8 +896,7 @@ def _computed(
     checks.floating("lm_head_weight", weight, (2,))
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
-    named = None if isinstance(weight, DTensor) else tp_group
-    local, shard = split(weight, named, dim=0, name="lm_head_weight")
+    local, shard = split(weight, None if isinstance(weight, DTensor) else tp_group, dim=0, name="lm_head_weight")
     if isinstance(weight, DTensor):
         _require_same_rows(hidden, weight, shard, tp_group)
     if isinstance(hidden, DTensor):
@@ -946,10 +934,9 @@ def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, 
         dims = [dim for dim, called in enumerate(mesh.mesh_dim_names or ()) if called == "tp"]
     if any(mesh.get_group(dim).group_name == name for dim in dims):
         return
-    raise ValueError(
-        "lm_head_weight: is sharded over ranks of which nobody has said that they work on the same rows; give hidden as a "
-        "DTensor that is replicated over them, or name them with tp_group; a weight that FSDP has sharded must be gathered"
-    )
+    rule = "is sharded over ranks of which nobody has said that they work on the same rows"
+    remedy = "give hidden as a DTensor that is replicated over them, or name them with tp_group"
+    raise ValueError(f"lm_head_weight: {rule}; {remedy}; a weight that FSDP has sharded must be gathered")
 
 
 def _keeps_width(placement: Placement, ndim: int) -> bool:

@@ -102,11 +102,6 @@ class RowPlan:
         """M, the number of rows streamed."""
         return self.pieces[-1].stop if self.pieces else 0
 
-    @property
-    def largest(self) -> int:
-        """Rows of the largest chunk."""
-        return max((rows.stop - rows.start for rows in self.pieces), default=0)
-
     def take(self, logits: Tensor, rows: slice) -> Tensor:
         """The logits of one chunk: [N, Vl] → [n, Vl], a view without `order`, otherwise a copy."""
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
@@ -234,8 +229,8 @@ class LogSums:
     """Per row Σ_v exp(power · (x_v − m)) · y_v over centred logits x, first over this rank's columns, then over all.
 
     m is the maximum of x. There is one total with y = 1 per power: power 1 gives the normaliser at the temperature of
-    x, power T that at temperature 1. `weighted` adds one total of power 1 with another y; `columns` adds a table of
-    further totals of power 1 that the caller fills.
+    x, power T that at temperature 1. `weighted` adds one total of power 1 with another y; `table` [N, any] may
+    hold further totals of power 1, which the caller sets and fills.
     """
 
     def __init__(
@@ -246,7 +241,6 @@ class LogSums:
         powers: Sequence[float] = (1.0,),
         weighted: bool = False,
         against: Centre | None = None,
-        columns: int | None = None,
     ):
         """
         Args:
@@ -259,7 +253,7 @@ class LogSums:
         # Power 1, whose exponentials are kept, comes last.
         self.totals = {power: torch.empty_like(like) for power in sorted(powers, key=lambda power: power == 1)}
         self.weighted = torch.empty_like(like) if weighted else None
-        self.table = None if columns is None else like.new_zeros(len(like), columns)
+        self.table: Tensor | None = None
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.
@@ -318,6 +312,8 @@ class LogSums:
             total[rows].mul_(factor if total.ndim == 1 else factor[:, None])
 
 
+Grads = Sequence[Tensor | None]
+"""One per differentiable value of a row function; None for one that does not enter the loss."""
 Picked = tuple[Tensor, Tensor]
 """Centred logits gathered from single columns, [N] or [N, k], 0 where another rank holds the column; and those local
 columns of the rows at hand, [n] or [n, k], `VocabularyShard.size` where another rank holds it."""
@@ -404,7 +400,7 @@ class RowFunction(ABC):
         values, constants, self.values, self.constants = tuple(self.values), tuple(self.constants), [], ()
         return values, constants
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         """What `gradient` needs of the gradients [n] of the values of these rows; called for many chunks at once.
 
         Args:
@@ -415,14 +411,14 @@ class RowFunction(ABC):
         """
         return grads
 
-    @abstractmethod
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
-        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
+        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width]. A measurement has none.
 
         Args:
             u: the loaded chunk; may be overwritten and returned.
             weights: the chunk's rows of what `weights` returned for the gradients.
         """
+        raise NotImplementedError
 
     def exchange(self, tensors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Returns the held tensors and holds these instead.
@@ -459,7 +455,7 @@ class RowKernels(ABC):
         """The first pass over these rows' logits, before `RowFunction.complete`."""
 
     @abstractmethod
-    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+    def gradient(self, visit: Visit, grads: Grads, out: Tensor, counts: Tensor | None) -> None:
         """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
 
         Args:
@@ -545,29 +541,18 @@ class LabelWeights:
 class LabelGradient(LabelWeights):
     """The label's part of a chunk's gradient, made before the chunk u [n, width] is overwritten."""
 
-    def __init__(
-        self,
-        term: LabelTerm | None,
-        rows: slice,
-        u: Tensor,
-        ce: Tensor | None,
-        buffers: Buffers,
-        logprob_grad: Tensor | None = None,
-    ):
-        super().__init__(term, rows, u, ce, logprob_grad)
+    def __init__(self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Grads, buffers: Buffers):
+        """
+        Args:
+            grads: those of the cross-entropy and of the log-probability, as far as there are any.
+        """
+        super().__init__(term, rows, u, given(grads, 0), given(grads, 1))
         if self.apart:  # at_one · softmax(z)
             logits = torch.mul(u, self.temperature, out=buffers.buffer("label", u.shape[0]))
             self._softmax = logits.sub_(self.lse[:, None]).exp_().mul_(self.at_one[:, None])
 
-    @classmethod
-    def of(
-        cls, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers
-    ) -> LabelGradient | None:
-        """None without a term. `grads` are those of the cross-entropy and of the log-probability, as far as there are any."""
-        return None if term is None else cls(term, rows, u, given(grads, 0), buffers, given(grads, 1))
-
     def add_to(self, gradient: Tensor) -> Tensor:
-        """Adds the label terms to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
+        """Adds the label terms, if there are any, to `gradient` [n, width], in place, which has shared · softmax(z/T) already."""
         if not self.given:
             return gradient
         columns = self.columns[:, None]
@@ -589,12 +574,12 @@ def subtract_at(gradient: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
     return gradient.scatter_add_(1, columns[:, None], -weight[:, None])
 
 
-def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
+def given(grads: Grads, number: int) -> Tensor | None:
     """The gradient of the value with this number; None if there is none, or there are fewer values."""
     return grads[number] if number < len(grads) else None
 
 
-def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
+def weight_of(grads: Grads, number: int, u: Tensor) -> Tensor:
     """As `given`, [n] in the dtype of the chunk u; zeros for None."""
     grad = given(grads, number)
     return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
@@ -630,10 +615,8 @@ class LabelRows(RowFunction):
             self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
             self.values[1][rows] = self.entropy[rows]
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return [
-            -(weight_of(grads, number, self.lse[rows]) / self.temperature) for number in range(1 + self.with_entropy)
-        ]
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
+        return [-(weight_of(grads, i, self.lse[rows]) / self.temperature) for i in range(1 + self.with_entropy)]
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         label, log_q = weights[0], u.sub_(self.lse[rows, None])
@@ -742,7 +725,7 @@ class DenseRows(TeacherRows):
         # Below 0 there is only rounding. NaN stays.
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         # The weight of each column's slope, that of its q, and the gradient of the cross-entropy.
         kd = weight_of(grads, 0, self.student_lse[rows]) * self.temperature
         shared = LabelWeights(self.label, rows, kd, given(grads, 1)).shared
@@ -750,13 +733,13 @@ class DenseRows(TeacherRows):
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         kd, factor, *of_label = weights
-        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
+        label = LabelGradient(self.label, rows, u, of_label, buffers)
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         buffers.held.pop("teacher", None)  # overwritten, as u is
         log_p, log_q = w.sub_(self.teacher_lse[rows, None]), u.sub_(self.student_lse[rows, None])
         slope, q = self.divergence.slope_(log_p, log_q)
         gradient = slope.mul_(kd[:, None]).addcmul_(q, factor[:, None])
-        return gradient if label is None else label.add_to(gradient)
+        return label.add_to(gradient)
 
 
 class TopKRows(TeacherRows):
@@ -883,7 +866,7 @@ class TopKRows(TeacherRows):
             return rest_of(log_p)
         return self.held[2][rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
-    def weights(self, rows: slice, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def weights(self, rows: slice, grads: Grads) -> Sequence[Tensor | None]:
         # The weight of D, the factor of R's columns, the columns of S, and the gradients of the label's values.
         lse = self.lse[rows]
         kd = weight_of(grads, 0, lse) * self.temperature
@@ -895,11 +878,11 @@ class TopKRows(TeacherRows):
 
     def gradient(self, rows: slice, u: Tensor, weights: Sequence[Any], buffers: Buffers) -> Tensor:
         kd, factor, columns, *of_label = weights
-        label = LabelGradient.of(self.label, rows, u, of_label, buffers)
-        softmax = None if label is None else (u.gather(1, columns), label.shared)
+        label = LabelGradient(self.label, rows, u, of_label, buffers)
+        softmax = (u.gather(1, columns), label.shared) if label.given else None
         at_top = self.gradient_at_top(rows, kd, softmax)
         gradient = u.sub_(self.rest_lse[rows, None]).exp_().mul_(factor[:, None]).scatter_(1, columns, at_top)
-        return gradient if label is None else label.add_to(gradient)
+        return label.add_to(gradient)
 
     def gradient_at_top(self, rows: slice, kd: Tensor, softmax: tuple[Tensor, Tensor] | None) -> Tensor:
         """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
@@ -981,8 +964,8 @@ class SampledRows(TeacherRows):
         ids, counts = self.held
         return SampledTokens(ids[rows], counts[rows]).weights(dtype)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
+    def gradient(self, rows: slice, u: Tensor, grads: Grads, buffers: Buffers) -> Tensor:
+        label = LabelGradient(self.label, rows, u, grads[1:], buffers)
         kd = weight_of(grads, 0, u) * self.temperature
         gradient = u.sub_(self.lse[rows, None]).exp_()
         gradient.mul_((kd * self.total[rows] + label.shared)[:, None])

@@ -72,10 +72,9 @@ class VocabularyShard:
             return
         largest, smallest = int(sizes[0]), -int(sizes[1])
         if largest != smallest:
-            raise ValueError(
-                f"{self.assumed}: plain shards must be equally wide on all ranks of tp_group; got {smallest} to {largest} "
-                "columns; pad them, or give a DTensor Shard"
-            )
+            rule = "plain shards must be equally wide on all ranks of tp_group"
+            found = f"{smallest} to {largest} columns"
+            raise ValueError(f"{self.assumed}: {rule}; got {found}; pad them, or give a DTensor Shard")
         _EQUAL.add(known)
 
     def sum_(self, *tensors: Tensor) -> None:
@@ -121,8 +120,7 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
     if isinstance(tensor, DTensor):
         if tp_group is not None:
             raise ValueError(f"tp_group: a DTensor brings its own group, leave it out when {name} is one")
-        shard = _dtensor_shard(tensor, dim, name)
-        return _OwnPart.apply(tensor), shard
+        return _OwnPart.apply(tensor), _dtensor_shard(tensor, dim, name)
     size = tensor.shape[dim]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return tensor, VocabularyShard(0, size, size)
@@ -181,10 +179,8 @@ def local_like(tensor: Tensor, shard: VocabularyShard, *, dim: int, name: str) -
     dim %= tensor.ndim
     if not isinstance(tensor, DTensor):
         if tensor.shape[dim] != shard.size:
-            raise ValueError(
-                f"{name}: must have the columns of the student's shard, {shard.size} of {shard.total}; "
-                f"got {tensor.shape[dim]}"
-            )
+            rule = f"must have the columns of the student's shard, {shard.size} of {shard.total}"
+            raise ValueError(f"{name}: {rule}; got {tensor.shape[dim]}")
         return tensor
     theirs = _dtensor_shard(tensor, dim, name)
     if theirs.total != shard.total:
@@ -193,8 +189,6 @@ def local_like(tensor: Tensor, shard: VocabularyShard, *, dim: int, name: str) -
     if theirs.size == theirs.total:
         return local.narrow(dim, shard.offset, shard.size)
     if (theirs.offset, theirs.size) != (shard.offset, shard.size):
-        raise ValueError(
-            f"{name}: must be sharded as the student is, columns {shard.offset} to {shard.offset + shard.size}; "
-            f"got {theirs.offset} to {theirs.offset + theirs.size}"
-        )
+        rule = f"must be sharded as the student is, columns {shard.offset} to {shard.offset + shard.size}"
+        raise ValueError(f"{name}: {rule}; got {theirs.offset} to {theirs.offset + theirs.size}")
     return local

@@ -160,9 +160,8 @@ def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | No
     """
     for name, numbers, rows in (("student", chunks.student, num_student), ("teacher", chunks.teacher, num_teacher)):
         if numbers.shape != (rows,) or numbers.is_floating_point() or numbers.dtype == torch.bool:
-            raise ValueError(
-                f"chunks.{name}: must be integers, one per row of logits, {rows}; got {numbers.dtype} {list(numbers.shape)}"
-            )
+            found = f"{numbers.dtype} {list(numbers.shape)}"
+            raise ValueError(f"chunks.{name}: must be integers, one per row of logits, {rows}; got {found}")
         if checks.looked_at(validate, numbers):
             _check_numbers(name, numbers, chunks.count)
     student, teacher = (ChunkSide.of(numbers, chunks.count) for numbers in (chunks.student, chunks.teacher))

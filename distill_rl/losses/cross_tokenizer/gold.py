@@ -206,7 +206,7 @@ class DistributionRows(LabelLogprobRows):
         self.shard.sum_(self.divergence, self.mean, *self.masses)
         self.divergence += self.shared_part
         if self.chain:  # one more outcome: what is missing to one
-            q, p = (side.exp() for side in (complement(self.continuation), self.teacher.complement))
+            q, p = (side.exp() for side in (complement(self.continuation), complement(self.teacher.continuation)))
             self.divergence += (q - p).abs()
             self.continuation_slope = self.mean - (q - p).sign() * self.continuation.exp()
         if self.comparison.balanced:
@@ -272,9 +272,8 @@ def by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
     columns = task.shard.columns(student)
     held = columns < task.shard.size
     divergence = task.settings.divergence
-    return _compared(
-        task, ChunkComparison(divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
-    )
+    comparison = ChunkComparison(divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
+    return _compared(task, comparison)
 
 
 def uld(task: ChunkTask) -> Terms:

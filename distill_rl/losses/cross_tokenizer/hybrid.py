@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,12 +76,10 @@ def _compare(labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> t
     ids = teacher.ids.new_full((len(labels), teacher.ids.shape[1]), -1)
     logprobs = rest.new_full(ids.shape, floor_of(rest.dtype))
     ids[:, 0], logprobs[:, 0] = labels, half
-    every_row = TopKLogprobs(
-        ids.index_copy_(0, places, teacher.ids),
-        logprobs.index_copy_(0, places, teacher.logprobs),
-        rest.new_full(labels.shape, half).index_copy_(0, places, rest),
-        teacher.temperature,
-    )
+    ids.index_copy_(0, places, teacher.ids)
+    logprobs.index_copy_(0, places, teacher.logprobs)
+    every_rest = rest.new_full(labels.shape, half).index_copy_(0, places, rest)
+    every_row = TopKLogprobs(ids, logprobs, every_rest, teacher.temperature)
     frame = task.frame(len(labels))
     function = TopKRows(frame, every_row, settings.divergence, settings.tail, labels, with_label_logprob=True)
     return labelled.run(function)
@@ -103,16 +102,10 @@ def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
     teacher, settings = task.teacher, task.settings
     if isinstance(teacher, TopKLogprobs):
         return translated(teacher.select(rows), task.projection, task.dtype)
-    parts = [
-        vocab_parallel_topk(
-            teacher.of(rows[piece], task.dtype),
-            min(settings.top_k, teacher.columns),
-            temperature=settings.temperature,
-            chunk_size=task.piece,
-            backend="eager" if settings.backend == "eager" else None,  # `triton` need not have a kernel for this k
-        )
-        for piece in [*chunks(rows.shape[0], task.piece)] or [slice(0, 0)]
-    ]
+    how: dict[str, Any] = {"temperature": settings.temperature, "chunk_size": task.piece}
+    how["backend"] = "eager" if settings.backend == "eager" else None  # `triton` need not have a kernel for this k
+    pieces, k = [*chunks(rows.shape[0], task.piece)] or [slice(0, 0)], min(settings.top_k, teacher.columns)
+    parts = [vocab_parallel_topk(teacher.of(rows[piece], task.dtype), k, **how) for piece in pieces]
     ids, logprobs = torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts])
     rest = torch.cat([part.rest_logprob for part in parts if part.rest_logprob is not None])
     return translated(TopKLogprobs(ids, logprobs, rest, settings.temperature), task.projection, task.dtype)
@@ -184,8 +177,7 @@ def strict(task: ChunkTask) -> Terms:
     held = torch.zeros(task.shard.size + 1, dtype=torch.bool, device=shared.device).index_fill_(0, shared, True)
     unshared = (~held[:-1]).nonzero()[:, 0]
     labelled = task.labelled_rows(rows)
-    ids = _student_top(task, rows, unshared)
-    teacher = _teacher_at(task, pairing.teacher.first[paired], ids)
+    teacher = _teacher_at(task, pairing.teacher.first[paired], _student_top(task, rows, unshared))
     ce, _, kd, *masses = labelled.run(StrictRows(labelled, teacher, unshared))
     by_chunk = kd.new_zeros(pairing.count).index_copy(0, paired, kd)
     return Terms(by_chunk, labelled.scatter(ce), len(paired), *masses)

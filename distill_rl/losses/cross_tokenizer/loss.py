@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.checks import TAILS, Backend, Tail
+from distill_rl.losses.core.checks import Backend, Tail
 from distill_rl.losses.core.logits import DenseTeacher, Student, student_of, untraced
 from distill_rl.losses.core.rows import chunks as pieces_of
 from distill_rl.losses.core.rows import floor_of
@@ -39,18 +39,16 @@ class Method:
     needs_projection: bool = False  # whether the projection must have entries
 
 
-_METHODS = {
-    method.name: method
-    for method in (
-        Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
-        Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
-        Method("gold", partial(by_parts, balanced=True), ("logits",), label_logprob="chain", needs_common=True),
-        Method("hkl", partial(by_parts, balanced=False), ("logits",), label_logprob="chain", needs_common=True),
-        Method("uld", uld, ("logits",), label_logprob="chain"),
-        Method("alm", alm, ("topk", "logits"), label_logprob="always"),
-        Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
-    )
-}
+_KNOWN = (
+    Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
+    Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
+    Method("gold", partial(by_parts, balanced=True), ("logits",), label_logprob="chain", needs_common=True),
+    Method("hkl", partial(by_parts, balanced=False), ("logits",), label_logprob="chain", needs_common=True),
+    Method("uld", uld, ("logits",), label_logprob="chain"),
+    Method("alm", alm, ("topk", "logits"), label_logprob="always"),
+    Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
+)
+_METHODS = {method.name: method for method in _KNOWN}
 METHODS: dict[str, tuple[str, ...]] = {name: method.targets for name, method in _METHODS.items()}
 """Method → the kinds of teacher targets that it accepts."""
 REDUCTIONS = ("sum", "none")
@@ -125,10 +123,7 @@ def chunk_kd_loss(
     """
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.positive("temperature", temperature)
-    checks.one_of("tail", tail, TAILS)
-    checks.backend(backend)
-    checks.at_least_one("chunk_size", chunk_size)
+    checks.common(temperature, chunk_size, backend=backend, tail=tail)
     comparison = resolve(divergence, beta)
     checks.one_of("chunk_average", chunk_average, CHUNK_AVERAGES)
     checks.positive("tau", tau)
@@ -170,9 +165,8 @@ def chunk_kd_loss(
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
     num_chunks = torch.tensor(terms.num_chunks, device=zero.device)
-    if reduction == "none":
-        return ChunkOutput(terms.kd, terms.ce, num_chunks, *masses)
-    return ChunkOutput(terms.kd.sum(), terms.ce.sum(), num_chunks, *masses)
+    kd, ce = (terms.kd, terms.ce) if reduction == "none" else (terms.kd.sum(), terms.ce.sum())
+    return ChunkOutput(kd, ce, num_chunks, *masses)
 
 
 def _checked_teacher(
@@ -198,10 +192,8 @@ def _checked_teacher(
         raise ValueError(f"teacher: must be {kinds} for {method.name}; got {type(teacher).__name__}")
     label = teacher.label_logprob
     if label is None and (method.label_logprob == "always" or (method.label_logprob == "chain" and settings.chain)):
-        average = "chain" if settings.chain else "mean"
-        raise ValueError(
-            f"teacher.label_logprob: needed for {method.name} with chunk_average {average}, one per row; got None"
-        )
+        setting = f"{method.name} with chunk_average {'chain' if settings.chain else 'mean'}"
+        raise ValueError(f"teacher.label_logprob: needed for {setting}, one per row; got None")
     if label is not None and label.numel() != num_rows:
         raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(label.shape)}")
     return found
@@ -209,9 +201,8 @@ def _checked_teacher(
 
 def _check_projection(method: Method, projection: VocabularyProjection, columns: int) -> None:
     if projection.num_student != columns:
-        raise ValueError(
-            f"bridge: must have a row for each of the student's {columns} columns; got {projection.num_student}"
-        )
+        rule = f"must have a row for each of the student's {columns} columns"
+        raise ValueError(f"bridge: {rule}; got {projection.num_student}")
     if method.needs_common and not len(projection.student_common):
         raise ValueError(f"bridge: {method.name} needs a common vocabulary; got an empty one")
     if method.needs_projection and not len(projection.indices):

@@ -92,14 +92,6 @@ class VocabularyProjection:
         moved: dict[str, Any] = {name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **moved, _made={})
 
-    def with_values(self, values: Tensor) -> VocabularyProjection:
-        """The same projection with other values [nnz] on the same support.
-
-        Derived tables are shared with this object, so relaxed matches stay those of the first values they were asked
-        for.
-        """
-        return replace(self, values=values)
-
     @property
     def to_student(self) -> Tensor:
         """int64 [V_t], the common vocabulary's student id of each teacher id, −1 where there is none."""
@@ -168,9 +160,8 @@ class ColumnProduct:
             columns: int64 [m], distinct teacher ids.
             dtype: of the products.
         """
-        start, stop = projection.once(
-            (shard.offset, shard.size), lambda: projection.indptr[[shard.offset, shard.offset + shard.size]].tolist()
-        )
+        ends = (shard.offset, shard.offset + shard.size)
+        start, stop = projection.once(ends, lambda: projection.indptr[list(ends)].tolist())
         self.shard, self._entries, self._count = shard, slice(start, stop), projection.indices.shape[0]
         self._rows = projection.entry_rows[self._entries] - shard.offset
         self.slots = torch.full((projection.num_teacher,), -1, dtype=torch.int64, device=columns.device)
@@ -258,4 +249,5 @@ class LearnableProjection(nn.Module):
             logits = logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)
         # padded rows: a softmax of a few columns sums in one order on every device
         padded = logits.new_full((projection.num_student, self._width), -1e30).index_put((rows, places), logits)
-        return projection.with_values(padded.softmax(1)[rows, places])
+        # Derived tables are shared, so relaxed matches stay those of the first values they were asked for.
+        return replace(projection, values=padded.softmax(1)[rows, places])

@@ -44,7 +44,7 @@ class _Settings:
             balanced: add κ·(q − p) to every term (`Divergence.balance`).
         """
         name = reference._limit(self.divergence, self.beta)
-        terms = reference.DIVERGENCES[name](p, q, self.beta)
+        terms = reference.LOG_DIVERGENCES[name](p.log(), q.log(), self.beta)
         return (terms + reference.BALANCES[name](p, q, self.beta) if balanced else terms).sum()
 
 
@@ -100,11 +100,9 @@ def chunk_kd_loss(
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
-    whole = reduction == "sum"
     nothing = z.new_zeros(())
-    return ChunkOutput(
-        kd.sum() + zero if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing
-    )
+    kd, ce = (kd.sum() + zero, ce.sum()) if reduction == "sum" else (kd, ce)
+    return ChunkOutput(kd, ce, torch.tensor(counted), nothing, nothing)
 
 
 def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:
@@ -211,23 +209,19 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
     ids = torch.tensor([[counterpart[int(teacher.ids[0, place])] for place in kept]], dtype=torch.int64)
     rest_p = rest_p + logprobs[0, lost].exp().sum()
     known = TopKLogprobs(ids, logprobs[:, kept], rest_p.log()[None], teacher.temperature)
-    value, _, _ = reference._rows(
-        student, known, settings.divergence, settings.beta, settings.temperature, settings.tail
-    )
+    how = settings.divergence, settings.beta, settings.temperature, settings.tail
+    value, *_ = reference._rows(student, known, *how)
     return value[0]
-
-
-def _dense_projection(bridge: VocabularyProjection) -> Tensor:
-    """W as a dense matrix [V_s, V_t] in fp64, differentiable in the bridge's values."""
-    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
-    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
-    return matrix.index_put((rows, bridge.indices), bridge.values.double())
 
 
 def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest."""
     (p, other_p, _), (q, other_q, _) = teacher, student
-    matrix = _dense_projection(settings.bridge)
+    bridge = settings.bridge
+    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
+    # W as a dense matrix [V_s, V_t], differentiable in the bridge's values.
+    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
+    matrix = matrix.index_put((rows, bridge.indices), bridge.values.double())
     projected = q @ matrix
     reachable = (matrix > 0).any(0).nonzero()[:, 0]
     top = reachable[p[reachable].topk(min(settings.top_k, len(reachable))).indices]

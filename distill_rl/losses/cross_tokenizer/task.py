@@ -28,7 +28,6 @@ from distill_rl.losses.core.rows import (
     all_reduce_sums,
     chunks,
     floor_of,
-    given,
 )
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.cross_tokenizer.chunks import ChunkPairing, segment_sum
@@ -139,17 +138,15 @@ class ChunkTask:
         """
         count = self.label_rows.shape[0]
         if first is None:
-            whole = count == self.student.num_rows
-            return LabelledRows(self, None if whole else self.label_rows)
+            return LabelledRows(self, None if count == self.student.num_rows else self.label_rows)
         waiting = torch.zeros(self.student.num_rows, dtype=torch.bool, device=first.device)
         waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
         num_first = first.shape[0]
         if pieces is None:
             pieces = [*chunks(num_first, self.piece)]
-        others = [
-            slice(num_first + rows.start, num_first + rows.stop) for rows in chunks(count - num_first, self.piece)
-        ]
+        rest = chunks(count - num_first, self.piece)
+        others = [slice(num_first + rows.start, num_first + rows.stop) for rows in rest]
         return LabelledRows(self, order, [*pieces, *others], num_first)
 
 
@@ -202,15 +199,14 @@ class LabelledRows:
 class LabelLogprobRows(RowFunction):
     """Per row the cross-entropy at T = 1 and, if `with_label_logprob`, the label's log-probability at T (else 0).
 
-    Base of the row functions that compare whole distributions, which collect, complete and differentiate more. `columns`
-    is the number of further totals per row in `sums.table`, which they fill.
+    Base of the row functions that compare whole distributions, which collect, complete and differentiate more.
     """
 
-    def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
+    def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False):
         frame = labelled.task.frame(len(labelled.labels))
         self.shard, self.temperature, self.centre = frame.shard, frame.temperature, frame.centre()
         self.label = LabelTerm(labelled.labels, frame)
-        self.sums = LogSums(self.centre, whole=True, powers=self.label.powers, columns=columns)
+        self.sums = LogSums(self.centre, whole=True, powers=self.label.powers)
         self.others = LogSums(self.centre, whole=False) if with_label_logprob else None
         self.lse = frame.empty()
         self.values = [torch.zeros_like(self.lse) for _ in range(2)]
@@ -235,7 +231,7 @@ class LabelLogprobRows(RowFunction):
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> LabelGradient:
         """The label's part of the gradient. It reads u, so call it before u is overwritten."""
-        return LabelGradient(self.label, rows, u, given(grads, 0), buffers, given(grads, 1) if self.others else None)
+        return LabelGradient(self.label, rows, u, grads[:2] if self.others else grads[:1], buffers)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         label = self.label_gradient(rows, u, grads, buffers)
@@ -272,11 +268,6 @@ class TeacherDistributions:
 
     def _rows(self, rows: Tensor) -> Tensor:
         return self.teacher.of(rows, self._dtype).mul_(1 / self._settings.temperature).log_softmax(1)
-
-    @cached_property
-    def complement(self) -> Tensor:
-        """[count], log(1 − exp(continuation)): the chunk's later tokens do not follow; the floor with `mean`."""
-        return complement(self.continuation)
 
 
 class Compared(torch.autograd.Function):

@@ -34,6 +34,7 @@ from distill_rl.losses.cross_tokenizer.task import (
     LabelLogprobRows,
     TeacherDistributions,
     Terms,
+    complement,
 )
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
@@ -54,10 +55,9 @@ class ProjectedRows(LabelLogprobRows):
             slots: int64 [num_first, k], where the row's columns are among those of the product.
             learn: whether W gets a gradient, too.
         """
-        super().__init__(labelled, with_label_logprob=labelled.task.settings.chain, columns=slots.shape[1] + 1)
+        super().__init__(labelled, with_label_logprob=labelled.task.settings.chain)
         self.product, self.slots, self.learn = product, slots, learn
-        assert self.sums.table is not None
-        self.projected = self.sums.table
+        self.projected = self.sums.table = self.lse.new_zeros(len(self.lse), slots.shape[1] + 1)
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, constants = super().outputs()
@@ -97,8 +97,7 @@ class ProjectedRows(LabelLogprobRows):
 
 def xtoken(task: ChunkTask) -> Terms:
     student, chain = task.pairing.student, task.settings.chain
-    teacher = TeacherDistributions(task)
-    ids, top, rest = _top_columns(task, teacher)
+    ids, top, rest = _top_columns(task, TeacherDistributions(task))
     product = ColumnProduct(task.projection, task.shard, ids.unique(), task.dtype)
     slots = product.slots[ids]
     labelled = task.labelled_rows(student.first if chain else student.rows)
@@ -135,7 +134,7 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> tuple[Tensor
         top[group] = log_p.gather(1, ids[group])
         rest[group] = log_p.scatter_(1, ids[group], floor).logsumexp(1)
     top = (top + teacher.continuation[:, None]).clamp_min(floor)
-    return ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor)
+    return ids, top, torch.logaddexp(rest + teacher.continuation, complement(teacher.continuation)).clamp_min(floor)
 
 
 def _compare(task: ChunkTask, top: Tensor, rest: Tensor, q: Tensor) -> Tensor:

@@ -44,9 +44,8 @@ def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
     if logits.dtype == torch.float64:
         raise ValueError("backend: triton computes in fp32 and has no fp64; give fp32 logits, or take eager")
     if not logits.is_cuda and not interpreted():
-        raise ValueError(
-            f"backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 to be interpreted; got {logits.device}"
-        )
+        rule = "triton needs CUDA tensors, or TRITON_INTERPRET=1 to be interpreted"
+        raise ValueError(f"backend: {rule}; got {logits.device}")
     if (defect := _defect(logits.device)) is not None:
         raise ValueError(f"backend: triton does not work here: {defect}; take eager")
     return True
@@ -91,10 +90,8 @@ def choose_kernels(function: RowFunction, logits: Tensor, backend: Backend | Non
 
     found = kernels_for(function) if _contiguous_rows(logits) else None
     if found is None and backend == "triton":
-        raise ValueError(
-            "backend: triton has kernels for top-k targets, for forward and reverse KL on dense logits and for "
-            "cross-entropy, on rows that are contiguous; take eager, or leave the choice to None"
-        )
+        known = "top-k targets, for forward and reverse KL on dense logits and for cross-entropy, on rows that are contiguous"
+        raise ValueError(f"backend: triton has kernels for {known}; take eager, or leave the choice to None")
     return found
 
 
@@ -108,10 +105,8 @@ def kernels_take(k: int, logits: Tensor, backend: Backend | None) -> bool:
         return False
     fits = k <= MOST_ENTRIES and logits.shape[-1] <= MOST_COLUMNS and _contiguous_rows(logits)
     if not fits and backend == "triton":
-        raise ValueError(
-            f"backend: triton finds at most {MOST_ENTRIES} entries of at most {MOST_COLUMNS} columns, in rows that are "
-            f"contiguous; got {k} of {logits.shape[-1]}"
-        )
+        most = f"at most {MOST_ENTRIES} entries of at most {MOST_COLUMNS} columns, in rows that are contiguous"
+        raise ValueError(f"backend: triton finds {most}; got {k} of {logits.shape[-1]}")
     return fits
 
 

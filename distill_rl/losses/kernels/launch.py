@@ -99,13 +99,9 @@ class PairKernels(RowKernels):
         names = ("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted")
         found = _outputs(names, visit, function.student_sums)
         sizes = logits.stride(0), teacher.stride(0), logits.shape[1], function.centre.scale, FLOOR
-        _start(
-            kernels.pair_sums,
-            (_length(rows),),
-            *(logits, teacher, order, teacher_order, *found.values(), *sizes),
-            TEACHER_LEADS=teacher_leads,
-            BLOCK=_block_for(logits.shape[1], PAIR_BLOCK),
-        )
+        arguments = logits, teacher, order, teacher_order, *found.values(), *sizes
+        block = _block_for(logits.shape[1], PAIR_BLOCK)
+        _start(kernels.pair_sums, (_length(rows),), *arguments, TEACHER_LEADS=teacher_leads, BLOCK=block)
         _set_centre(function.centre, rows, found["largest"])
         _set_centre(function.teacher_centre, rows, found["teacher_largest"])
         _set_totals(function.student_sums, rows, found)
@@ -126,14 +122,11 @@ class PairKernels(RowKernels):
         normalisers = function.centre.value[rows], lse, function.teacher_centre.value[rows], function.teacher_lse[rows]
         sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale, FLOOR
         block = _block_for(logits.shape[1], PAIR_BLOCK)
-        _start(
-            kernels.pair_gradient,
-            (_length(rows), triton.cdiv(logits.shape[1], block)),
-            *(logits, teacher, order, teacher_order, counts, out),
-            *(*normalisers, kd, factor, *_label_arguments(label), *sizes),
-            TEACHER_LEADS=function.divergence.leads == "teacher",
-            BLOCK=block,
-        )
+        grid = _length(rows), triton.cdiv(logits.shape[1], block)
+        teacher_leads = function.divergence.leads == "teacher"
+        arguments = logits, teacher, order, teacher_order, counts, out, *normalisers, kd, factor
+        further = *_label_arguments(label), *sizes
+        _start(kernels.pair_gradient, grid, *arguments, *further, TEACHER_LEADS=teacher_leads, BLOCK=block)
 
 
 class LabelKernels(RowKernels):
@@ -272,14 +265,9 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
     _start(kernels.group_sums, grid, logits, *groups, *sizes, 1 / temperature, FLOOR, GROUP=_GROUP, GROUPS=at_once)
     columns = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     values, rest = like.new_empty(n, k), like.new_empty(n)
-    _start(
-        kernels.best_columns,
-        (n,),
-        *(logits, *groups, columns, values, rest, *sizes, k, 1 / temperature, FLOOR),
-        GROUP=_GROUP,
-        ALL_GROUPS=max(padded, triton.next_power_of_2(num_groups)),
-        K=padded,
-    )
+    arguments = logits, *groups, columns, values, rest, *sizes, k, 1 / temperature, FLOOR
+    all_groups = max(padded, triton.next_power_of_2(num_groups))
+    _start(kernels.best_columns, (n,), *arguments, GROUP=_GROUP, ALL_GROUPS=all_groups, K=padded)
     centre = values[:, 0].masked_fill(values[:, 0] <= FLOOR, Centre.NOTHING)
     masked = values <= FLOOR
     values = ((values - centre[:, None]) / temperature).clamp_min(FLOOR).masked_fill_(masked, FLOOR)

@@ -21,6 +21,7 @@ from transformers import (
     OPTConfig,
 )
 
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import attention
 from distill_rl.models.attention import ON_CPU, OURS, SPREAD, VARLEN, ChosenAttention, choose
@@ -30,9 +31,10 @@ ODD_HEADS = LlamaConfig(hidden_size=80, num_attention_heads=8)
 WIDE_HEADS = LlamaConfig(hidden_size=512, num_attention_heads=8, head_dim=512)
 
 
-def chosen(asked: str, config: Any, **facts: Any) -> ChosenAttention:
+def chosen(asked: str, config: Any, *, dtype: str = "bf16", training: bool = True, **facts: Any) -> ChosenAttention:
     """On a GPU without flash_attn, in bf16, unless the facts say otherwise."""
-    return choose(asked, config, **{"dtype": "bf16", "packing": True, "training": True, "no_kernel": None} | facts)
+    settings = (StudentConfig if training else TeacherConfig)(model="m", attention=asked, dtype=dtype)
+    return choose(settings, config, **{"packing": True, "no_kernel": None} | facts)
 
 
 SINKS = GptOssConfig()

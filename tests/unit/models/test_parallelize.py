@@ -8,7 +8,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from distill_rl.models.families import decoder_layers, family_of
+from distill_rl.config.schema import StudentConfig
+from distill_rl.models.families import decoder_layers
 from distill_rl.models.forward import logits
 from distill_rl.models.parallelize import ComputeCopies, GradientReduction, parallelize, reshard, shard
 from distill_rl.models.weights import skeleton
@@ -88,15 +89,8 @@ def test_offload_moves_the_input_of_every_layer_and_nothing_else(monkeypatch: py
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         world = open_world(rank=0, dp=1, tp=1)
         try:
-            parallelize(
-                model,
-                world.mesh,
-                family=family_of(config),
-                fsdp=False,
-                activation_checkpointing=True,
-                activation_offload=offload,
-                compute_dtype=torch.float32,
-            )
+            settings = StudentConfig(model="m", dtype="fp32", activation_checkpointing=True)
+            parallelize(model, world.mesh, settings, offload=offload)
             ids = torch.arange(14).view(2, 7)
             logits(model, ids, torch.arange(7).repeat(2, 1)).square().sum().backward()
         finally:

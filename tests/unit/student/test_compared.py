@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
+from distill_rl.losses import DenseLogits, HiddenStates, TeacherHidden, kd_loss
 from distill_rl.losses.core.logits import DenseTeacher
 from distill_rl.models import forward
-from distill_rl.models.load import read_output_layer
-from distill_rl.student.compared import TeacherHead, open_head
+from distill_rl.models.load import OutputLayer, read_output_layer
+from distill_rl.student.compared import ComparedTeacher, open_head
 from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.load import load_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -24,7 +24,7 @@ COLUMNS, TOKENS = 300, 290
 """Of the models. The last columns stand for no token."""
 
 
-def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:
+def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> OutputLayer:
     teacher = TeacherConfig(model=str(folder), export="hidden", dtype=dtype)
     head = open_head(teacher, None, world, columns=columns, tokens=tokens)
     assert head is not None
@@ -35,8 +35,14 @@ def states() -> HiddenStates:
     return HiddenStates(torch.randn(300, 32, generator=torch.Generator().manual_seed(0)))
 
 
-def logits(head: TeacherHead, given: HiddenStates) -> torch.Tensor:
-    return DenseTeacher.of_all_columns(head.attach(given)).of(torch.arange(len(given.hidden)), torch.float32)
+def attached(head: OutputLayer, given: HiddenStates) -> TeacherHidden:
+    joined = ComparedTeacher(TeacherConfig(model="m", export="hidden"), head=head).with_head(given)
+    assert isinstance(joined, TeacherHidden)
+    return joined
+
+
+def logits(head: OutputLayer, given: HiddenStates) -> torch.Tensor:
+    return DenseTeacher.of_all_columns(attached(head, given)).of(torch.arange(len(given.hidden)), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
     student[:, TOKENS:] = -torch.inf
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         gradients = []
-        for target in (head.attach(given), DenseLogits(logits(head, given))):
+        for target in (attached(head, given), DenseLogits(logits(head, given))):
             leaf = student.clone().requires_grad_()
             kd_loss(leaf, target, divergence=divergence).loss.backward()
             gradients.append(leaf.grad)

@@ -9,8 +9,8 @@ import torch
 
 from distill_rl.config.schema import LossConfig
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, VocabularyProjection
+from distill_rl.models.load import OutputLayer
 from distill_rl.observe.metrics import merge, values
-from distill_rl.student.compared import TeacherHead
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective, flat_chunks
 from distill_rl.types import IGNORE_INDEX, ChunkRows, TeacherPart
@@ -112,7 +112,7 @@ def test_hidden_states_need_the_head_of_their_teacher():
     logits, labels, _ = case(5)
     draw = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(ROWS * WIDTH, 3, generator=draw), torch.randn(VOCABULARY, 3, generator=draw)
-    given, head = HiddenStates(hidden), TeacherHead(weight, None, scale=0.5)
+    given, head = HiddenStates(hidden), OutputLayer(weight, None, scale=0.5)
     with_head = Objective(LossConfig(), compared_teachers(1.0, heads=[head]))
     without = Objective(LossConfig(), compared_teachers(1.0))
     found = output_of(with_head, logits, labels, [given], 8)
