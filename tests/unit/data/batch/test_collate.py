@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.config.schema import Config, DataConfig, ParallelConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out, pad_id
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
@@ -116,7 +116,7 @@ class TestLayOut:
 class TestBuildBatch:
     def build(self, tokenizer, layout, rows=20, messages=False, loss_on="all", max_length=64):
         tokenization = Tokenization(
-            tokenizer, format="auto", loss_on=loss_on, max_length=max_length, untaught_stops=True
+            tokenizer, DataConfig(loss_on=loss_on, max_length=max_length, stops="none"), format="auto"
         )
         return BatchBuilder(tokenization, layout).build(documents(corpus_rows(rows, 1, messages), index=3))
 
