@@ -110,8 +110,7 @@ class BatchPlan:
 
         So targets have the width of the rows that they are for, whoever's micro-batch these are in.
         """
-        sizes = (sharding.micro_batch_size for sharding in (self.student, *self.teachers))
-        return math.lcm(*sizes)
+        return math.lcm(*(sharding.micro_batch_size for sharding in (self.student, *self.teachers)))
 
 
 def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
@@ -268,18 +267,9 @@ def divide(
         size = (min(first + step, total) - first) // sharding.dp
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
-            of_rank.append(
-                RankBatch(
-                    index,
-                    part.start,
-                    rows[part],
-                    num_labels,
-                    tuple(teacher[part] for teacher in teachers),
-                    by_row,
-                    tuple(pieces[part]),
-                    None if asked is None else asked[part],
-                )
-            )
+            of_teachers, held = tuple(teacher[part] for teacher in teachers), tuple(pieces[part])
+            is_asked = None if asked is None else asked[part]
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, of_teachers, by_row, held, is_asked))
     return parts
 
 

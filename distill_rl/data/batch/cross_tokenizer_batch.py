@@ -151,8 +151,8 @@ class BatchBuilder:
             weights = shares.token_weights(i, members, rows)
             teacher_rows, teacher_labels, chunks = rows, num_labels, None
             if i in self.teachers:
-                theirs = [piece.of_teacher(i) for piece in pieces]
-                teacher_rows = lay_out(theirs, self._plan, members, pad_id(self.teachers[i].tokenizer))
+                encoded = [piece.of_teacher(i) for piece in pieces]
+                teacher_rows = lay_out(encoded, self._plan, members, pad_id(self.teachers[i].tokenizer))
                 teacher_labels = _count_labels(teacher_rows)
                 chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, shares.of_teacher(i))
                 asked_labels = None if weights is None else weights.num_labels
@@ -162,9 +162,8 @@ class BatchBuilder:
             if i in self._stored.teachers:
                 refs = [tuple(pieces[j].refs[i] for j in row if pieces[j].refs[i].length) for row in members]
             asked = shares.asked(i, members)
-            of_teachers.append(
-                divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
-            )
+            theirs = divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
+            of_teachers.append(theirs)
         by_row = shares.weights is not None
         student = divide(rows, self._plan.student, self._plan, index, num_labels, teachers=of_student, by_row=by_row)
         firsts = [document.pieces[0].encoded for document in documents]

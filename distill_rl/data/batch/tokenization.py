@@ -54,10 +54,8 @@ class Encoded:
 
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens; `truncated` if any were cut off, now or before."""
-        truncated = self.truncated or len(self.input_ids) > length
-        return replace(
-            self, input_ids=self.input_ids[:length], label_mask=self.label_mask[:length], truncated=truncated
-        )
+        ids, mask, truncated = self.input_ids[:length], self.label_mask[:length], len(self.input_ids) > length
+        return replace(self, input_ids=ids, label_mask=mask, truncated=truncated or self.truncated)
 
 
 @dataclass(frozen=True, slots=True)

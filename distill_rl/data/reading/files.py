@@ -50,19 +50,11 @@ def restore_of(schema: pa.Schema, main: str, what: str) -> Restore:
     Raises:
         DataError: a struct with two keys of one name.
     """
-    reads = {}
-    for field in schema:
-        read = read_of(field.type, f"{what}, column {field.name!r}", KEPT if field.name == main else ())
-        if read is not None:
-            reads[field.name] = read
-
-    def restore(row: dict[str, Any]) -> dict[str, Any]:
-        for name, read in reads.items():
-            if row.get(name) is not None:
-                row[name] = read(row[name])
-        return row
-
-    return restore
+    reads = {
+        field.name: read_of(field.type, f"{what}, column {field.name!r}", KEPT if field.name == main else ())
+        for field in schema
+    }
+    return lambda row: {name: _apply(reads.get(name), value) for name, value in row.items()}
 
 
 def read_of(kind: pa.DataType, what: str, kept: Collection[str] = ()) -> Read | None:
@@ -96,8 +88,7 @@ def read_of(kind: pa.DataType, what: str, kept: Collection[str] = ()) -> Read | 
 
 def _read_of_struct(kind: pa.StructType, what: str, kept: frozenset[str]) -> Read:
     """`read_of` for a struct; a key is kept in it, and not in what it holds."""
-    names = [field.name for field in kind]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if twice := [name for name, count in Counter(field.name for field in kind).items() if count > 1]:
         raise DataError(f"{what}, key {twice[0]!r}", "a struct has every key once", "twice", "rename one, or drop it")
     reads = {field.name: read_of(field.type, what) for field in kind}
     return lambda value: {
@@ -112,9 +103,8 @@ def _apply(read: Read | None, value: Any) -> Any:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of Arrow's list types: list, large list, fixed-size list, or a view of either."""
-    types = pa.types
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    return any(is_kind(kind) for is_kind in kinds)
+    kinds = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+    return isinstance(kind, kinds)
 
 
 class TableRows:
@@ -399,8 +389,8 @@ class WholeFile(BlockRows):
         super().__init__(SameFile(path), Blocks(np.array([1], dtype=np.int64), sizes), store)
 
     def _read(self, number: int) -> dict[str, Any]:
-        path = self._file.path
-        return records.text_row(records.without_mark(path.read_bytes()), f"{path}: row 0")
+        text = records.without_mark(self._file.path.read_bytes())
+        return records.text_row(text, f"{self._file.path}: row 0")
 
     def _row(self, block: dict[str, Any], place: int, index: int) -> dict[str, Any]:
         return dict(block)
@@ -661,9 +651,8 @@ def _open_converted(path: Path, layout: RowLayout, access: Access) -> FileRows:
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(
-        SameFile(target, watched=False), pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES
-    )
+    file, metadata = SameFile(target, watched=False), pq.read_metadata(target)
+    return GroupRows(file, metadata, names, (), access.store, stored_row, _GROUP_BYTES)
 
 
 def _is_complete(target: Path) -> bool:
