@@ -247,7 +247,9 @@ class Alignment:
 
     def chunk_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int [num_chunks], int [num_chunks]: number of tokens of each chunk (student, teacher)."""
-        return _sizes(self.student_chunk, self.num_chunks), _sizes(self.teacher_chunk, self.num_chunks)
+        chunks, least = (self.student_chunk, self.teacher_chunk), self.num_chunks + 1
+        student, teacher = (np.bincount(chunk + 1, minlength=least)[1:] for chunk in chunks)
+        return student, teacher
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -279,20 +281,14 @@ class Alignment:
             raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
         if sizes[0] <= limits[0] and sizes[1] <= limits[1]:
             return self
-        stop = self._where_to_cut(limits)
+        within = self.boundaries[_within(self.boundaries, limits)]
+        stop = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
+        # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
+        near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, stop))
+        if not (self.exact or near):
+            stop = min(limits[0], sizes[0]), min(limits[1], sizes[1])
         dropped = (self.dropped[0] + sizes[0] - stop[0], self.dropped[1] + sizes[1] - stop[1])
         return replace(self.part((0, 0), stop), dropped=dropped)
-
-    def _where_to_cut(self, limits: tuple[int, int]) -> tuple[int, int]:
-        """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`."""
-        within = self.boundaries[_within(self.boundaries, limits)]
-        boundary = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
-        sizes = len(self.student_ids), len(self.teacher_ids)
-        # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
-        near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, boundary))
-        if self.exact or near:
-            return boundary
-        return min(limits[0], sizes[0]), min(limits[1], sizes[1])
 
     @cached_property
     def boundaries(self) -> np.ndarray:
@@ -407,10 +403,6 @@ class Alignment:
             "stop_pairs": [list(pair) for pair in self.stop_pairs],
             "lossy": self.lossy,
         }
-
-
-def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
-    return np.bincount(chunk + 1, minlength=count + 1)[1:]
 
 
 def _within(ends: np.ndarray, limits: tuple[int, int]) -> np.ndarray:

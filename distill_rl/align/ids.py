@@ -120,13 +120,8 @@ class TokenSide:
         remaining = lengths.nonzero()[0]
         kept = remaining.searchsorted([place for place in places if lengths[place]]).tolist()
         chosen = as_slice(remaining)
-        return replace(
-            self,
-            tokens=_select(self.tokens, chosen),
-            ids=self.ids[chosen],
-            lengths=lengths[chosen],
-            without_space=tuple(kept),
-        )
+        tokens, ids, lengths = _select(self.tokens, chosen), self.ids[chosen], lengths[chosen]
+        return replace(self, tokens=tokens, ids=ids, lengths=lengths, without_space=tuple(kept))
 
     def spell(self) -> np.ndarray:
         """uint8: the bytes of all tokens that spell text, one after another, without dummy spaces taken off."""
@@ -305,9 +300,8 @@ class IdAligner:
             stops = _window_stops(spelled, ends, starts)
             window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
             count = _write_chunks(chunk, window, starts, head.count)
-            tail, _, _ = chunks_by_ends(
-                *(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
-            )
+            behind = (side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
+            tail, _, _ = chunks_by_ends(*behind)
             _write_chunks(chunk, (tail.student, tail.teacher), stops, count)
         full = [side.full(row) for side, row in zip(sides, chunk)]
         return IdAlignment(_as_chunks(full), pair_stops(rows, sides), False, method)
@@ -360,18 +354,15 @@ def same_spelling(
             decrease otherwise.
     """
     count = _as_chunks(chunks).count
-    sides = [_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks)]
-    left, right = sides
+    left, right = (_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks))
     left_may_lack = vocabularies[0].drops_spaces or vocabularies[1].dummy
     right_may_lack = vocabularies[1].drops_spaces or vocabularies[0].dummy
     surplus = left.sizes - right.sizes
-    extra_space = (
-        (surplus == 1) & right_may_lack & left.opens_with_space,
-        (surplus == -1) & left_may_lack & right.opens_with_space,
-    )
-    keep = (surplus == 0) | extra_space[0] | extra_space[1]
+    left_extra = (surplus == 1) & right_may_lack & left.opens_with_space
+    right_extra = (surplus == -1) & left_may_lack & right.opens_with_space
+    keep = (surplus == 0) | left_extra | right_extra
     # Without that space both sides of a remaining chunk have equally many bytes, so all chunks can be compared at once.
-    texts = [side.of_chunks(keep, without) for side, without in zip(sides, extra_space)]
+    texts = left.of_chunks(keep, left_extra), right.of_chunks(keep, right_extra)
     sizes = np.where(keep, np.minimum(left.sizes, right.sizes), 0)
     chunk_of_byte = np.repeat(np.arange(count), sizes)
     keep[chunk_of_byte[texts[0] != texts[1]]] = False

@@ -201,9 +201,8 @@ def export(folder: Path, out: Path) -> str:
             for number, shard in enumerate(store.shards):
                 _write_parquet(store.manifest, shard, new / f"{number:05}.parquet")
     except OSError as error:
-        raise StoreError(
-            f"{out}", "must be writable", first_line(error), "free some space or choose another folder"
-        ) from error
+        remedy = "free some space or choose another folder"
+        raise StoreError(f"{out}", "must be writable", first_line(error), remedy) from error
     tokens = sum(shard.num_tokens for shard in store.shards)
     return f"exported   {len(store):,} pieces, {tokens:,} tokens to {len(store.shards):,} Parquet files in {out}"
 

@@ -37,15 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distill_rl.align.alignment import chunk_bounds, keep_chunks
-from distill_rl.align.dp.problem import (
-    CanonicalTables,
-    CanonicalTokens,
-    Solution,
-    WindowProblem,
-    make_problems,
-    score_of,
-    solve_in_numpy,
-)
+from distill_rl.align.dp.problem import CanonicalTables, CanonicalTokens, Solve, make_problems, score_of
 from distill_rl.align.ids import same_spelling
 from distill_rl.align.vocabulary import Vocabulary
 
@@ -80,9 +72,8 @@ def missing_for_cuda() -> Missing | None:
 
     if not nvvm.is_available():
         has_numba_cuda = getattr(cuda, "implementation", "") == "NVIDIA"
-        why = (
-            "numba-cuda is installed without it" if has_numba_cuda else "numba-cuda, which brings it, is not installed"
-        )
+        state = "installed without it" if has_numba_cuda else "not installed"
+        why = f"numba-cuda{'' if has_numba_cuda else ', which brings it,'} is {state}"
         return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
     rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
     return Missing(rule, "set aligner.dp.backend=numba")
@@ -213,7 +204,7 @@ def align_windows(
     return results
 
 
-def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
+def load_backend(name: str) -> Solve:
     """The function that solves problems with this backend; its module is imported on this call.
 
     It takes a list of `WindowProblem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
@@ -226,8 +217,8 @@ def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
         ValueError: an unknown name; "cuda" where it cannot run (`missing_for_cuda`).
     """
     if name == "numpy":
-        return solve_in_numpy
-    if name == "numba":
+        from distill_rl.align.dp.problem import solve_in_numpy as solve
+    elif name == "numba":
         from distill_rl.align.dp.compiled import solve
     elif name == "cuda":
         if missing := missing_for_cuda():

@@ -457,7 +457,12 @@ def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: 
 
 
 def split_validation(
-    source: Source | Mixture, data: DataConfig, seed: int, *, routing: Routing | None = None
+    source: Source | Mixture,
+    data: DataConfig,
+    seed: int,
+    *,
+    cache: Cache = Cache(),  # noqa: B008
+    routing: Routing | None = None,
 ) -> tuple[Source | Mixture, Source | Interleaved | None]:
     """The rows to train on, and the rows to validate on; None for the latter if validation is off.
 
@@ -470,7 +475,7 @@ def split_validation(
             two rows to divide; whatever `open_source` raises.
     """
     if data.validation.path:
-        validation = open_source(data, split="validation", routing=routing)
+        validation = open_source(data, split="validation", cache=cache, routing=routing)
         assert isinstance(validation, Source)
         if validation.kind != source.kind:
             rule = f"{KINDS[source.kind]}, as {'data.sources have' if data.sources else 'data.path has'}"
