@@ -314,9 +314,7 @@ def teacher_memory(
         targets: bytes of the ring or slots that the process holds.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
-    intermediate = (
-        model.intermediate_size if model.family in FUSED or model.experts_per_token else model.intermediate_size // tp
-    )
+    intermediate = model.intermediate_size // (1 if model.family in FUSED or model.experts_per_token else tp)
     tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
@@ -412,9 +410,8 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
         model = known.model
         if teacher.export != "hidden" or model is None:
             continue
-        item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
+        columns = ceil(student.vocabulary_columns / config.student.parallel.tp)
         if known.cross_tokenizer_loss is not None:
-            total += model.vocabulary_columns * model.hidden_size * item
-        else:
-            total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
+            columns = model.vocabulary_columns
+        total += columns * model.hidden_size * (ITEM_SIZE[teacher.dtype] if on_gpu else 4)
     return total
