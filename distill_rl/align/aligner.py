@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill_rl.align.alignment import (
-    Alignment,
-    TokenChunks,
-    Tokenized,
-    TokenPositions,
-    chunks_by_spans,
-    outside_of_chunks,
-    writable,
-)
+from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenPositions, chunks_by_spans, writable
 from distill_rl.align.chats import Message, content_spans, render
 from distill_rl.align.dp.windows import IdPair, WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment, IdRow, StopPairs, as_pairs, pair_stops_of_spans
@@ -462,8 +454,7 @@ class TokenAligner:
         alignment = make_alignment(ids, chunks, result.method, exact, self._stops(result, ids, located, spans))
         if by_position is None or exact:
             return alignment
-        ends = outside_of_chunks(by_position.lossy_ends, alignment.student_chunk, alignment.teacher_chunk)
-        return replace(alignment, lossy_ends=ends)
+        return replace(alignment, lossy_ends=alignment.outside_of_chunks(by_position.lossy_ends))
 
     def _stops(self, result: IdAlignment, ids: IdPair, located: _Located | None, spans: np.ndarray) -> StopPairs:
         """Stop pairs by the tokens' positions in the text or, where these are unknown, by the bytes before them."""

@@ -18,16 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill_rl.align.alignment import (
-    TokenChunks,
-    TokenPositions,
-    as_slice,
-    chunks_by_ends,
-    gather_bytes,
-    keep_chunks,
-    spread,
-    writable,
-)
+from distill_rl.align.alignment import TokenChunks, TokenPositions, chunks_by_ends, gather_bytes, keep_chunks, writable
 from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Indices = slice | np.ndarray
@@ -71,7 +62,7 @@ class TokenSide:
             ValueError: an id outside of the vocabulary that is not padding.
         """
         vocabulary, ids = row.vocabulary, row.ids
-        real = as_slice(row.keep.nonzero()[0]) if len(row.keep) else slice(0, len(ids))
+        real = _as_slice(row.keep.nonzero()[0]) if len(row.keep) else slice(0, len(ids))
         wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
         try:
             lengths = vocabulary.lengths.take(wide)
@@ -81,7 +72,7 @@ class TokenSide:
             raise ValueError(f"{row.name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
-        spelling = as_slice(lengths.nonzero()[0])
+        spelling = _as_slice(lengths.nonzero()[0])
         textless = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
             textless = textless[wide[textless] != vocabulary.unknown]
@@ -119,7 +110,7 @@ class TokenSide:
         # A token that was nothing but the space no longer spells text and leaves this side's tokens.
         remaining = lengths.nonzero()[0]
         kept = remaining.searchsorted([place for place in places if lengths[place]]).tolist()
-        chosen = as_slice(remaining)
+        chosen = _as_slice(remaining)
         tokens, ids, lengths = _select(self.tokens, chosen), self.ids[chosen], lengths[chosen]
         return replace(self, tokens=tokens, ids=ids, lengths=lengths, without_space=tuple(kept))
 
@@ -135,14 +126,29 @@ class TokenSide:
         return self.lengths.cumsum(dtype=np.int64)
 
     def full(self, chunk: np.ndarray) -> np.ndarray:
-        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
-        return spread(chunk, self.tokens, self.size)
+        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others. Not a copy if these are all."""
+        if len(chunk) == self.size:
+            return chunk
+        row = np.full(self.size, -1, np.int32)
+        row[self.tokens] = chunk
+        return row
 
     def places(self) -> np.ndarray:
         """int64 [size + 1]: number of bytes that the side spells before each of all tokens and, last, in all."""
         lengths = np.zeros(self.size + 1, np.int64)
         lengths[1:][self.tokens] = self.lengths
         return lengths.cumsum()
+
+
+def _as_slice(positions: np.ndarray) -> slice | np.ndarray:
+    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself.
+
+    Slicing an array makes a view, indexing makes a copy.
+    """
+    if not len(positions):
+        return slice(0, 0)
+    first, stop = int(positions[0]), int(positions[-1]) + 1
+    return slice(first, stop) if stop - first == len(positions) else positions
 
 
 def _select(positions: Indices, chosen: Indices) -> Indices:
