@@ -11,8 +11,8 @@ import numpy as np
 
 from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenPositions, chunks_by_spans, writable
 from distill_rl.align.chats import Message, content_spans, render
-from distill_rl.align.dp.windows import IdPair, WindowSolver
-from distill_rl.align.ids import IdAligner, IdAlignment, IdRow, StopPairs, as_pairs, pair_stops_of_spans
+from distill_rl.align.dp.windows import WindowSolver
+from distill_rl.align.ids import IdAligner, IdAlignment, IdPair, IdRow, StopPairs, as_pairs, pair_stops_of_spans
 from distill_rl.align.place import (
     encode,
     equal_spans,

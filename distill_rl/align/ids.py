@@ -22,6 +22,8 @@ from distill_rl.align.alignment import TokenChunks, TokenPositions, chunks_by_en
 from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Indices = slice | np.ndarray
+IdPair = tuple[np.ndarray, np.ndarray]
+"""Ids of the student's and of the teacher's tokens, or their chunk indices, −1 for none"""
 
 
 class IdRow(NamedTuple):
@@ -181,10 +183,7 @@ def pair_stops(rows: Sequence[IdRow], sides: Sequence[TokenSide]) -> StopPairs:
 
 
 def pair_stops_of_spans(
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    ids: tuple[np.ndarray, np.ndarray],
-    positions: tuple[TokenPositions, TokenPositions],
-    spans: np.ndarray,
+    vocabularies: Sequence[Vocabulary], ids: IdPair, positions: Sequence[TokenPositions], spans: np.ndarray
 ) -> StopPairs:
     """Pairs (student position, teacher position): bos with bos, and the first stop tokens behind the i-th spans.
 
@@ -208,8 +207,8 @@ def as_pairs(pairs: np.ndarray) -> StopPairs:
 
 # Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
 
-Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""(student ids, teacher ids) → chunk indices of both, −1 for none"""
+Window = Callable[[np.ndarray, np.ndarray], IdPair]
+"""(student ids, teacher ids) → chunk indices of both"""
 
 
 @dataclass(frozen=True)
@@ -345,11 +344,7 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def same_spelling(
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    ids: tuple[np.ndarray, np.ndarray],
-    chunks: tuple[np.ndarray, np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
+def same_spelling(vocabularies: Sequence[Vocabulary], ids: IdPair, chunks: IdPair) -> IdPair:
     """Chunk indices int32 [n], [m] without the chunks whose two sides spell different bytes, renumbered.
 
     One space at the start of a chunk may be missing on the side of a tokenizer that drops the space between words, or

@@ -21,10 +21,8 @@ def encode(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"a text must consist of Unicode characters, got a lone surrogate at character {error.start}; "
-            "decode the data again"
-        ) from error
+        rule = f"a text must consist of Unicode characters, got a lone surrogate at character {error.start}"
+        raise ValueError(f"{rule}; decode the data again") from error
 
 
 def place_in_chat(vocabulary: Vocabulary, ids: np.ndarray, text: bytes) -> TokenPositions | None:

@@ -143,10 +143,8 @@ def load_projection(
     }
     for key, value in expected.items():
         if value is not None and header.get(key) != value:
-            raise ValueError(
-                f"{path}: the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}; "
-                "give this pair's file, or none to have it built"
-            )
+            rule = f"the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}"
+            raise ValueError(f"{path}: {rule}; give this pair's file, or none to have it built")
     try:
         projection = Projection(
             **arrays,
@@ -428,10 +426,9 @@ def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], t
 def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
     """Raises ValueError if a model has fewer columns than its tokenizer has ids."""
     if columns < vocabulary.size:
-        raise ValueError(
-            f"the {side} model must have a column for every id of its tokenizer: config.vocab_size is {columns}, "
-            f"the tokenizer has {vocabulary.size}; use the tokenizer that came with the model, or resize its embeddings"
-        )
+        sizes = f"config.vocab_size is {columns}, the tokenizer has {vocabulary.size}"
+        remedy = "use the tokenizer that came with the model, or resize its embeddings"
+        raise ValueError(f"the {side} model must have a column for every id of its tokenizer: {sizes}; {remedy}")
 
 
 def _exact_rows(

@@ -191,10 +191,8 @@ def backend_of(tokenizer: Any) -> Any:
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not (hasattr(backend, "to_str") and hasattr(backend, "encode_special_tokens")):
-        raise ValueError(
-            f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}; "
-            "convert it, or choose a model that ships one"
-        )
+        rule = f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}"
+        raise ValueError(f"{rule}; convert it, or choose a model that ships one")
     return backend
 
 
@@ -677,9 +675,8 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
     if student.hash == teacher.hash:
         return np.arange(student.size, dtype=np.int32), np.arange(teacher.size, dtype=np.int32)
     student_ids, teacher_ids = student.ids_by_bytes(), teacher.ids_by_bytes()
-    pairs = sorted(
-        (student_ids[spelling], teacher_ids[spelling]) for spelling in student_ids.keys() & teacher_ids.keys()
-    )
+    common = student_ids.keys() & teacher_ids.keys()
+    pairs = sorted((student_ids[spelling], teacher_ids[spelling]) for spelling in common)
     matched = [left for left, _ in pairs], [right for _, right in pairs]
     for student_id, teacher_id in _special_pairs(student, teacher):
         if student_id not in matched[0] and teacher_id not in matched[1]:

@@ -160,18 +160,14 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
     teachers = tuple(_teacher_sizes(config, teacher, known, facts) for teacher, known in facts.by_teacher(config))
+    slots = [teacher.bytes_per_slot for teacher in teachers]
     return DerivedSizes(
         micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
         total_steps=steps,
         epochs=_epochs(config, steps, facts.num_documents),
         teachers=teachers,
         world=world(config, facts.gpus, facts.cpus),
-        memory=worker_memory(
-            config,
-            facts,
-            slots=[teacher.bytes_per_slot for teacher in teachers],
-            rings=[teacher.ring_bytes for teacher in teachers],
-        ),
+        memory=worker_memory(config, facts, slots, [teacher.ring_bytes for teacher in teachers]),
         # fp32 weights and two Adam moments
         checkpoint_bytes=12 * facts.student.trained if facts.student else None,
     )

@@ -77,11 +77,6 @@ class ModelFacts:
         return self.head_dim or self.hidden_size // max(self.num_heads, 1)
 
     @property
-    def query_size(self) -> int:
-        """Features of all queries of a token."""
-        return self.head_size * self.num_heads
-
-    @property
     def key_size(self) -> int:
         """Features of all keys of a token, and of all values."""
         return self.head_size * self.num_key_value_heads

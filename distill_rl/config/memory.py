@@ -271,7 +271,7 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     student = config.student
     tp = 1 if model.family in FUSED else student.parallel.tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // (1 if model.experts_per_token else tp)
-    queries, key_value = model.query_size // tp, model.key_size // tp
+    queries, key_value = model.head_size * model.num_heads // tp, model.key_size // tp
     norms = 2 * hidden * (2 * item + 4)
     experts = 2 * hidden * model.experts_per_token
     layer = norms + item * (4 * queries + 3 * key_value + 4 * intermediate + experts)

@@ -69,10 +69,8 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
     if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
-        lines.append(
-            f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised; loss.kd_weight and "
-            "loss.ce_weight have no effect"
-        )
+        instead = "r KD + CE is minimised; loss.kd_weight and loss.ce_weight have no effect"
+        lines.append(f"loss.dynamic_scale is {config.loss.dynamic_scale}: {instead}")
     lines += acceptance_note(config, facts or Facts())
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
@@ -408,10 +406,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.loss.divergence in ("forward_kl", "reverse_kl", "tvd"):
         yield "only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture weight", "loss.beta"
     if none("hybrid", "xtoken") and ("topk" not in exports or none(TOKENS)):
-        yield (
-            "it applies where a top k is compared: token by token with export topk, and in the losses hybrid and xtoken",
-            "loss.tail",
-        )
+        where = "token by token with export topk, and in the losses hybrid and xtoken"
+        yield f"it applies where a top k is compared: {where}", "loss.tail"
     if "topk" not in exports and none("hybrid", "xtoken"):
         yield "no teacher exports a top k, and only the losses hybrid and xtoken choose one themselves", "loss.top_k"
     if "sampled" not in exports:
@@ -437,12 +433,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     for section in SECTIONS.values():
         yield from section.no_effect(config)
     if config.teachers and not any(teacher.origin.runs_model for teacher in config.teachers):
-        yield (
-            "the run loads no teacher's model: targets are read from stores, or come from a server",
-            "teachers[].dtype",
-            "teachers[].attention",
-            "teachers[].revision",
-        )
+        reason = "the run loads no teacher's model: targets are read from stores, or come from a server"
+        yield reason, "teachers[].dtype", "teachers[].attention", "teachers[].revision"
     if config.capture.format == "exact":
         yield "capture.format is exact", "capture.mass"
     if all(teacher.cache is None for teacher in config.teachers):
@@ -466,13 +458,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if all(_is_file(path) for path in (*data_paths, data.validation.path) if path):
         yield "a single file has no splits", "data.split", "data.sources[].split"
     if all("*" in path or Path(path).expanduser().exists() for path in data_paths):
-        yield (
-            "only data sets of the hub have subsets and revisions",
-            "data.subset",
-            "data.revision",
-            "data.sources[].subset",
-            "data.sources[].revision",
-        )
+        of_hub = "data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision"
+        yield "only data sets of the hub have subsets and revisions", *of_hub
     if all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in data_paths):
         yield "there are no .txt files", "data.sample_by"
     if len(data.sources) == 1:
@@ -488,12 +475,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.schedule.kind == "constant":
         yield "schedule.kind is constant", "schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"
     if config.aligner.workers == 0:
-        yield (
-            "aligner.workers is 0, so the driver aligns",
-            "aligner.num_gpus",
-            "aligner.deadline_s",
-            "faults.aligner_restarts",
-        )
+        of_actors = "aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts"
+        yield "aligner.workers is 0, so the driver aligns", *of_actors
     if config.aligner.dp.backend != "cuda":
         yield "aligners use a GPU with aligner.dp.backend=cuda only", "aligner.num_gpus"
     if config.faults.spike_window == 0:
@@ -507,19 +490,13 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.evaluate.engine:
         yield f"{config.evaluate.engine} forms its batches itself", "evaluate.batch_size"
     if config.checkpoint.every == 0:
-        yield (
-            "checkpoint.every is 0, so checkpoints are written at the end of the run only",
-            "checkpoint.keep_best",
-            "checkpoint.best_by",
-        )
+        reason = "checkpoint.every is 0, so checkpoints are written at the end of the run only"
+        yield reason, "checkpoint.keep_best", "checkpoint.best_by"
     if config.checkpoint.keep_best == 0:
         yield "checkpoint.keep_best is 0", "checkpoint.best_by"
     if config.ray.address is not None:
-        yield (
-            "they are settings of a Ray that the run starts, and ray.address joins one",
-            "ray.num_cpus",
-            "ray.dashboard",
-        )
+        reason = "they are settings of a Ray that the run starts, and ray.address joins one"
+        yield reason, "ray.num_cpus", "ray.dashboard"
 
 
 _DEFAULTS = {pattern_of(key): default_of(entry) for key, entry, _ in leaves(Config)}

@@ -341,10 +341,7 @@ def _safetensors(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mappin
 
 
 def _index_checksum(index: Mapping[str, np.ndarray]) -> int:
-    checksum = 0
-    for name in _INDEX:
-        checksum = crc32(np.ascontiguousarray(index[name]).tobytes(), checksum)
-    return checksum
+    return crc32(b"".join(index[name].tobytes() for name in _INDEX))
 
 
 def _identity(metadata: Mapping[str, str]) -> dict[str, Any] | None:
@@ -645,14 +642,10 @@ class Store:
     def records(self, name: bytes) -> list[tuple[Shard, int]]:
         """All records of a document."""
         key = np.frombuffer(name[:8], "<u8")[0]
-        place = int(np.searchsorted(self._keys, key))
-        found = []
-        while place < len(self._keys) and self._keys[place] == key:
-            shard, i = self.shards[self._shard_of[place]], int(self._record_of[place])
-            if shard.names[i].tobytes() == name:
-                found.append((shard, i))
-            place += 1
-        return found + [(self.shards[shard], i) for shard, i in self._added.get(name, ())]
+        like = slice(*(int(np.searchsorted(self._keys, key, side)) for side in ("left", "right")))
+        places = [*zip(self._shard_of[like].tolist(), self._record_of[like].tolist())]
+        found = [(shard, i) for shard, i in places if self.shards[shard].names[i].tobytes() == name]
+        return [(self.shards[shard], i) for shard, i in (*found, *self._added.get(name, ()))]
 
     def find(self, piece: PieceRef, tokens: np.ndarray) -> Found | None:
         """Where the targets of a piece are, or None if the store has none for exactly these tokens.

@@ -220,11 +220,6 @@ class Client:
                     if errors >= _SERVER_ERRORS:
                         raise self._no_answer(f"{last} ({errors} times)") from None
 
-    def verify_again(self) -> None:
-        """Makes `verify` look at every server before its next request."""
-        for server in self.servers:
-            server.verified = False
-
     def close(self) -> None:
         """Ends all waiting, and closes the connections that are not in use; does nothing the second time."""
         with self._free:
@@ -764,8 +759,8 @@ class EndpointScorer:
             WorkerError: no server answers within `teachers[].endpoint.retry_s`, one refuses, or an answer is wrong.
             NumericsError: an answer has log-probs that are none.
         """
-        if not self._dialect.names_model:  # another one may have been started since the last batch
-            self.client.verify_again()
+        for server in () if self._dialect.names_model else self.client.servers:
+            server.verified = False  # another model may have been started since the last batch
         if self._pool is None:
             self._pool = ThreadPool(self._teacher.endpoint.concurrency * len(self._teacher.endpoint.url))
         abandoned = threading.Event()
@@ -896,11 +891,8 @@ def probe(
         k: loss.top_k.
         length: most tokens of a prompt of the run.
     """
-    limited = replace(
-        teacher.endpoint,
-        request_timeout_s=min(teacher.endpoint.request_timeout_s, _REQUEST_S),
-        retry_s=min(teacher.endpoint.retry_s, _RETRY_S),
-    )
+    request_s, retry_s = min(teacher.endpoint.request_timeout_s, _REQUEST_S), min(teacher.endpoint.retry_s, _RETRY_S)
+    limited = replace(teacher.endpoint, request_timeout_s=request_s, retry_s=retry_s)
     probed = Probed()
     scorer = EndpointScorer(replace(teacher, endpoint=limited), token)
     try:
@@ -972,11 +964,9 @@ def _server_problems(
     except Down as error:
         yield problem(f"{key}.endpoint.url", f"{server.shown} must score prompts", str(error), "see the server's log")
         return
-    except NumericsError as error:
-        yield problem(f"{key}.endpoint.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
-        return
     except DistillError as error:
-        yield problem(f"{key}.endpoint.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        what = "url" if isinstance(error, NumericsError) else "api"
+        yield problem(f"{key}.endpoint.{what}", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     change = float(np.abs(plain.next_logprobs - changed.next_logprobs).mean())
     if not change <= _CHANGED:

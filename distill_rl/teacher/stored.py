@@ -272,10 +272,8 @@ class StoredTeacher:
                 targets = {name: tensor[part.place] for name, tensor in on_host.items()}
                 for name, tensor in targets.items():
                     if tensor.is_floating_point() and tensor.isnan().any():
-                        remedy = "try teachers[].dtype=fp32, or look for damaged weights"
-                        raise NumericsError(
-                            f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy
-                        )
+                        teacher, remedy = self.teacher.name, "try teachers[].dtype=fp32, or look for damaged weights"
+                        raise NumericsError(f"teacher {teacher}", f"{name} must not be NaN", part.what, remedy)
                 self.writer.add(part.piece, part.tokens, {name: _column(tensor) for name, tensor in targets.items()})
             self.writer.flush_if_due()
         return tensors
@@ -322,18 +320,14 @@ class StoredTeacher:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             for part in micro_batch.stored:
                 found = self._find(part)
-                _write(self._targets(found), tensors, part.start + found.skip)
+                targets = {name: _tensor(column) for name, column in self.store.targets(found).items()}
+                if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
+                    targets = _cut_to_k(targets, self._entries)  # loss.top_k is less than that of the store
+                _write(targets, tensors, part.start + found.skip)
         for start, targets in computed:
             for name, values in targets.items():  # a model that writes nothing may send another dtype than the store's
                 tensors[name] = tensors[name].to(values.dtype)
             _write(targets, tensors, start)
-        return tensors
-
-    def _targets(self, found: Found) -> dict[str, Tensor]:
-        """What the store has of a piece; a smaller `loss.top_k` than the store's is cut from it."""
-        tensors = {name: _tensor(column) for name, column in self.store.targets(found).items()}
-        if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
-            tensors = _cut_to_k(tensors, self._entries)
         return tensors
 
     def unused_targets(self, positions: int) -> dict[str, Tensor]:

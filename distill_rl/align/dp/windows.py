@@ -38,7 +38,7 @@ import numpy as np
 
 from distill_rl.align.alignment import chunk_bounds, keep_chunks
 from distill_rl.align.dp.problem import CanonicalTables, CanonicalTokens, Solve, make_problems, score_of
-from distill_rl.align.ids import same_spelling
+from distill_rl.align.ids import IdPair, same_spelling
 from distill_rl.align.vocabulary import Vocabulary
 
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
@@ -91,13 +91,10 @@ REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
 
 Sides = tuple[CanonicalTokens, CanonicalTokens]
-Chunked = tuple[np.ndarray, np.ndarray]
-"""Chunk indices of the rows and of the columns, −1 for none"""
-
 _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
-def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
+def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> IdPair:
     """Chunk indices int32 [n], int32 [m], in the order of the text.
 
     Without chunks that pair two different occurrences of the same string. What remains is renumbered from 0; −1 for a
@@ -116,7 +113,7 @@ def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray,
     return chunks
 
 
-def _in_place(sides: Sides, chunks: Chunked, count: int, spaces: bool) -> np.ndarray:
+def _in_place(sides: Sides, chunks: IdPair, count: int, spaces: bool) -> np.ndarray:
     """bool [count]: False for a chunk that pairs two different occurrences of the same string."""
     # The score rewards any pair of equal tokens, so a repeated word, or a repeated byte of divided characters, may be
     # paired with the wrong occurrence where the two sides cut the text differently.
@@ -165,12 +162,8 @@ BACKENDS = ("numba", "numpy", "cuda")
 
 
 def align_windows(
-    windows: Sequence[tuple[np.ndarray, np.ndarray]],
-    tables: CanonicalTables,
-    *,
-    backend: str = "numba",
-    band: int = 64,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    windows: Sequence[IdPair], tables: CanonicalTables, *, backend: str = "numba", band: int = 64
+) -> list[IdPair]:
     """Chunk indices of each window's tokens, in order; "cuda" solves the windows in parallel on the device.
 
     Args:
@@ -241,8 +234,6 @@ def _orient(student: CanonicalTokens, teacher: CanonicalTokens) -> tuple[Canonic
 
 
 # The dynamic programme as the aligner uses it: window by window, or for many rows at once.
-
-IdPair = tuple[np.ndarray, np.ndarray]
 
 
 class WindowSolver:

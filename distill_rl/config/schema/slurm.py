@@ -96,9 +96,8 @@ def slurm_problems(slurm: SlurmConfig) -> Iterator[str]:
     texts += [(f"{name}.{i}", line) for name in ("setup", "extra") for i, line in enumerate(getattr(slurm, name))]
     for name, text in texts:
         if isinstance(text, str) and (not text.strip() or not text.isprintable()):
-            yield problem(
-                f"slurm.{name}", "must be one line of text", repr(text), "write a list of lines" if "." in name else ""
-            )
+            remedy = "write a list of lines" if "." in name else ""
+            yield problem(f"slurm.{name}", "must be one line of text", repr(text), remedy)
         elif isinstance(text, str) and name in OPTIONS and ("\\" in text or '"' in text):
             yield problem(f"slurm.{name}", "must have neither backslashes nor double quotes, for #SBATCH lines", text)
     for name in ("mem", "mem_per_cpu"):

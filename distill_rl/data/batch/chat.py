@@ -167,12 +167,9 @@ def render_document(
     if of_turns and wanted:
         found = _assistant_turns(tokenizer, write, messages, whole)
         if found is None:
-            raise DataError(
-                f"row {row}",
-                "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}",
-                "a template that rewrites earlier turns",
-                "use data.loss_on=all or a template with {% generation %} blocks",
-            )
+            rule = "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}"
+            remedy = "use data.loss_on=all or a template with {% generation %} blocks"
+            raise DataError(f"row {row}", rule, "a template that rewrites earlier turns", remedy)
         turns = found
     whole += closing_stop(write, messages, whole, stops)
     turns = with_stops(whole, turns, stops)

@@ -156,7 +156,7 @@ class BatchBuilder:
                 teacher_labels = _count_labels(teacher_rows)
                 chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, shares.of_teacher(i))
                 asked_labels = None if weights is None else weights.num_labels
-                infos.append(_describe(self.teachers[i], documents, i, chunks, asked_labels))
+                infos.append(self._describe(i, documents, chunks, asked_labels))
             of_student.append(TeacherPart(chunks, weights))
             refs = []
             if i in self._stored.teachers:
@@ -201,6 +201,24 @@ class BatchBuilder:
         ]
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in self.teachers)]
         return arrange(sides, capacities, self._plan, RowShares.of(documents).kinds)
+
+    def _describe(
+        self, i: int, documents: Sequence[AlignedDocument], chunks: ChunkRows, num_labels: int | None
+    ) -> AlignmentInfo:
+        """The statistics of teacher `i`'s alignments in a batch, over the documents that are kept and that it is asked for."""
+        kept = (document for document in documents if document.is_kept and routing.asked(document.weights, i))
+        present = [document.pieces[0].alignments[i] for document in kept]
+        name_of_dp = f"dp/{self.teachers[i].aligner.backend}"
+        methods = Counter(name_of_dp if alignment.method == "dp" else alignment.method for alignment in present)
+        return AlignmentInfo(
+            teacher=self.teachers[i].name,
+            num_chunks=chunks.num_chunks,
+            num_one_to_one=chunks.num_one_to_one,
+            num_covered=chunks.num_covered,
+            num_exact=sum(alignment.exact for alignment in present),
+            methods=dict(methods),
+            num_labels=num_labels,
+        )
 
 
 def _count_left_out(documents: Sequence[AlignedDocument]) -> tuple[LeftOut, ...]:
@@ -260,32 +278,6 @@ def _chunk_rows(
 
 def _count_labels(rows: TokenRows) -> int:
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-
-
-def _describe(
-    teacher: CrossTokenizerTeacher,
-    documents: Sequence[AlignedDocument],
-    i: int,
-    chunks: ChunkRows,
-    num_labels: int | None,
-) -> AlignmentInfo:
-    """The statistics of teacher `i`'s alignments in a batch, over the documents that are kept and that it is asked for."""
-    present = [
-        document.pieces[0].alignments[i]
-        for document in documents
-        if document.is_kept and routing.asked(document.weights, i)
-    ]
-    name_of_dp = f"dp/{teacher.aligner.backend}"
-    methods = Counter(name_of_dp if alignment.method == "dp" else alignment.method for alignment in present)
-    return AlignmentInfo(
-        teacher=teacher.name,
-        num_chunks=chunks.num_chunks,
-        num_one_to_one=chunks.num_one_to_one,
-        num_covered=chunks.num_covered,
-        num_exact=sum(alignment.exact for alignment in present),
-        methods=dict(methods),
-        num_labels=num_labels,
-    )
 
 
 @dataclass(frozen=True)

@@ -488,44 +488,35 @@ class DocumentAligner:
         )
 
     def _pieces(self, document: TokenizedDocument) -> list[DocumentPiece]:
-        return self._split(document) if self._splitter else [self._cut(document)]
-
-    def _cut(self, document: TokenizedDocument) -> DocumentPiece:
-        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked."""
-        # All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
-        if document.student is None:
-            encoded = document.encoded.cut(self._tokenization.max_length)
-            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
-        alignments = {
-            i: self._teachers[i].aligner.pair(
-                document.student,
-                tokens,
-                max_student_tokens=self._tokenization.max_length,
-                max_teacher_tokens=self._max_lengths[i],
-            )
-            for i, tokens in document.teachers.items()
-        }
-        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
-        mask = encoded.label_mask
-        # Another teacher may have cut the student's row shorter than this alignment.
-        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
-        extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
-        extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
-        trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
-        return DocumentPiece(encoded, trained, extents)
-
-    def _split(self, document: TokenizedDocument) -> list[DocumentPiece]:
-        """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
-        assert self._splitter is not None
+        """Steps 2 and 3: a document in pieces whose alignments hold only chunks that can be trained on."""
         alignments = {
             i: self._teachers[i].aligner.pair(document.student, tokens)
             for i, tokens in document.teachers.items()
             if document.student is not None
         }
+        if self._splitter is None:
+            return [self._cut(document, alignments)]
         return [
             DocumentPiece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
             for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)
         ]
+
+    def _cut(self, document: TokenizedDocument, alignments: Mapping[int, Alignment]) -> DocumentPiece:
+        """The beginning of a document, up to the last boundary shared with every teacher that is asked."""
+        # All sides have at most their `max_length` tokens.
+        if not alignments:
+            encoded = document.encoded.cut(self._tokenization.max_length)
+            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
+        most = self._tokenization.max_length
+        cut = {i: alignment.cut(most, self._max_lengths[i]) for i, alignment in alignments.items()}
+        encoded = document.encoded.cut(min(len(pair.student_ids) for pair in cut.values()))
+        mask = encoded.label_mask
+        # Another teacher may have cut the student's row shorter than this alignment.
+        cut = {i: pair.cut(len(mask)) for i, pair in cut.items()}
+        extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
+        extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
+        trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
+        return DocumentPiece(encoded, trained, extents)
 
 
 @dataclass

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from glob import has_magic
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -260,9 +259,7 @@ def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
     """The data set itself if it has no splits, otherwise the first of `splits` that it has."""
-    import datasets
-
-    if isinstance(loaded, datasets.Dataset):
+    if not isinstance(loaded, dict):
         return loaded
     for split in splits:
         if split in loaded:
@@ -302,8 +299,6 @@ def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) 
 
 # Opens the data of a configuration: one source (`data.path`) or several with weights (`data.sources`).
 
-__all__ = ["HubError", "Source", "each_source", "is_hub_name", "open_one", "open_source", "split_validation"]
-
 _VALIDATION_STREAM = 1
 _READERS = 16
 """Threads that open files: the footers of a thousand files on a network file system are read side by side."""
@@ -329,7 +324,7 @@ def each_source(data: DataConfig) -> list[tuple[str, DataConfig]]:
 def names_of(data: DataConfig) -> list[str]:
     """A short name per source, for metrics and messages: the end of its path without a glob, numbered if others have it."""
     fixed = [
-        [part for part in source.path.split("/") if part not in ("", ".", "..") and not has_magic(part)]
+        [part for part in source.path.split("/") if part not in ("", ".", "..") and not glob.has_magic(part)]
         for source in data.sources
     ]
     ends = [parts[-1] if parts else "files" for parts in fixed]
@@ -425,10 +420,9 @@ def open_one(
     def opened(origin: DataFile | Loaded) -> files.SourcePart | DataError | None:
         try:
             return origin.open(layout, access)
-        except files.EmptyFile as error:
-            return error if strict or len(origins) == 1 else None
         except DataError as error:
-            return error
+            is_left_out = isinstance(error, files.EmptyFile) and not strict and len(origins) > 1
+            return None if is_left_out else error
 
     with ThreadPoolExecutor(_READERS if len(origins) > 1 else 1) as pool:
         results = list(pool.map(opened, origins))
