@@ -183,19 +183,6 @@ def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 # The aligner's copy of a caller's tokenizer, which reads text that looks like a special token as text.
 
 
-def backend_of(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one.
-
-    Raises:
-        ValueError: a slow tokenizer, which gives neither the bytes of its ids nor the offsets of its tokens.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not (hasattr(backend, "to_str") and hasattr(backend, "encode_special_tokens")):
-        rule = f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}"
-        raise ValueError(f"{rule}; convert it, or choose a model that ships one")
-    return backend
-
-
 class TextEncoder:
     """Text → ids and character offsets. The caller's tokenizer is not modified.
 
@@ -207,11 +194,15 @@ class TextEncoder:
       beginning of the whole text.
 
     Raises:
-        ValueError: a slow tokenizer.
+        ValueError: a slow tokenizer, which gives neither the bytes of its ids nor the offsets of its tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.backend = backend_of(tokenizer)
+        self.backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one."""
+        if not (hasattr(self.backend, "to_str") and hasattr(self.backend, "encode_special_tokens")):
+            rule = f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}"
+            raise ValueError(f"{rule}; convert it, or choose a model that ships one")
         serialized = self.backend.to_str()
         described = json.loads(serialized)
         # Padding and truncation come first in the serialized form and decide no id.

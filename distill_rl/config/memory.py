@@ -249,7 +249,8 @@ def _accumulated(config: Config, model: ModelFacts) -> int:
     # per step, where there is nothing to sum. Documents that are split make more of them.
     parallel = config.student.parallel
     rows_at_once = parallel.dp * config.train.micro_batch_size
-    several = config.train.global_batch_size > rows_at_once or config.may_split_documents
+    splits = any(config.splits_documents(kind) for kind in ("text", "messages"))
+    several = config.train.global_batch_size > rows_at_once or splits
     sharded = parallel.dp * parallel.sp > parallel.replicas
     if not (several and sharded and reduces_once_per_step(config.student, model.trained)):
         return 0

@@ -361,11 +361,6 @@ class Config:
         return self.data.long_documents == "split"
 
     @property
-    def may_split_documents(self) -> bool:
-        """Whether documents of some kind are split."""
-        return any(self.splits_documents(kind) for kind in ("text", "messages"))
-
-    @property
     def width_divisor(self) -> int:
         """What divides the width of every row, so that student and teachers can divide it over their ranks (parallel.sp)."""
         return lcm(self.student.parallel.sp, *(teacher.parallel.sp for teacher in self.running_teachers))
