@@ -13,15 +13,8 @@ from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenP
 from distill_rl.align.chats import Message, content_spans, render
 from distill_rl.align.dp.windows import WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment, IdPair, IdRow, StopPairs, as_pairs, pair_stops_of_spans
-from distill_rl.align.place import (
-    encode,
-    equal_spans,
-    keep_same_place,
-    place_in_chat,
-    positions_by_offsets,
-    strips_spans,
-)
-from distill_rl.align.vocabulary import TextEncoder, compose, read_vocabulary, words_of
+from distill_rl.align.place import equal_spans, keep_same_place, place_in_chat, positions_by_offsets, strips_spans
+from distill_rl.align.vocabulary import TextEncoder, compose, encode, read_vocabulary, words_of
 
 # Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse.
 

@@ -691,6 +691,19 @@ def _special_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[i
             yield student_id, teacher_id
 
 
+def encode(text: str) -> bytes:
+    """The text's UTF-8 bytes.
+
+    Raises:
+        ValueError: a lone surrogate, which UTF-8 cannot encode.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"a text must consist of Unicode characters, got a lone surrogate at character {error.start}"
+        raise ValueError(f"{rule}; decode the data again") from error
+
+
 def compose(text: str) -> str:
     """The text in NFC."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)

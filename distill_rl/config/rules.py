@@ -82,8 +82,7 @@ def _single_values(config: Config) -> Iterator[str]:
     # Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
-            broken = None if value is None else _broken(rule, value)
-            if broken:
+            if value is not None and (broken := _broken(rule, value)):
                 yield problem(key, broken, value if value != "" else "''")
     fraction = config.data.validation.fraction
     if not 0 <= fraction < 1:

@@ -14,6 +14,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from math import isfinite
+from operator import attrgetter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -328,19 +329,12 @@ def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
     sections, _, key = pattern.partition("[].")
     pairs = [(pattern, config, pattern)]
     if key:
-        pairs = [(f"{sections}.{i}.{key}", section, key) for i, section in enumerate(_get(config, sections))]
+        pairs = [(f"{sections}.{i}.{key}", section, key) for i, section in enumerate(attrgetter(sections)(config))]
     for full, node, path in pairs:
         above, _, name = path.rpartition(".")
-        section = _get(node, above) if above else node
+        section = attrgetter(above)(node) if above else node
         if section is not None:
             yield full, getattr(section, name)
-
-
-def _get(node: Any, path: str) -> Any:
-    """The value at a dotted path of attributes."""
-    for part in path.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:

@@ -132,10 +132,7 @@ def seconds(limit: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if found is None:
         return None
-    days, *rest = found.groups()
-    first, second, third = (None if part is None else int(part) for part in rest)
-    if days is not None:  # D-H[:M[:S]]
-        return ((int(days) * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:  # H:M:S
-        return ((first or 0) * 60 + (second or 0)) * 60 + third
-    return (first or 0) * 60 + (second or 0)  # M[:S]
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    if found[1] is None and found[4] is None:  # M[:S]
+        return first * 60 + second
+    return ((days * 24 + first) * 60 + second) * 60 + third  # H:M:S, or D-H[:M[:S]]

@@ -141,19 +141,16 @@ class Tokenization:
                 turns cannot be found; names the document's row.
         """
         if "messages" in document:
-            return self._encode_chat(document)
+            text, spans, left_out = self.render(document)
+            tokens, offsets = self.tokens(document, text)
+            mask = self.labels(document, spans, tokens, offsets)
+            return Encoded(tokens, mask, left_out=left_out, name=name_of(text))
         self.require_text_allowed(document)
         ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
         return replace(_encoded(ids), name=name_of(document["text"]))
-
-    def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        text, spans, left_out = self.render(document)
-        ids, offsets = self.tokens(document, text)
-        mask = self.labels(document, spans, ids, offsets)
-        return Encoded(ids, mask, left_out=left_out, name=name_of(text))
 
     @LIMITED
     def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan] | None, tuple[str, ...]]:
