@@ -232,12 +232,11 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] =
         jinja2.TemplateError: a chat that a template rejects.
     """
     rows = align_training_rows(aligner, texts, chats)
-    return Endings(
-        student_stops=[_literal(aligner.student, token) for token in aligner.student.stops],
-        teacher_stops=[_literal(aligner.teacher, token) for token in aligner.teacher.stops],
-        rows=len(rows),
-        ending=sum(ends_in_stop(aligner, row) for row in rows),
+    student, teacher = (
+        [side.literal(token).decode(errors="replace") or f"id {token}" for token in side.stops]
+        for side in (aligner.student, aligner.teacher)
     )
+    return Endings(student, teacher, len(rows), sum(ends_in_stop(aligner, row) for row in rows))
 
 
 def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> list[Alignment]:
@@ -262,10 +261,6 @@ def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
     last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
     behind = [int(row.student_ids[student]) for student, _ in row.stop_pairs if student > last]
     return any(token in aligner.student.stops for token in behind)
-
-
-def _literal(vocabulary: Vocabulary, token: int) -> str:
-    return vocabulary.literal(token).decode(errors="replace") or f"id {token}"
 
 
 _PAD_LEFT, _PAD_RIGHT = 3, 5

@@ -207,13 +207,11 @@ class Findings:
                 nodes += [(join(key, i), entry) for i, entry in enumerate(node.value)]
             elif isinstance(node, yaml.MappingNode):
                 for name, entry in node.value:
-                    if not isinstance(name, yaml.ScalarNode):
-                        continue
                     if name.tag == "tag:yaml.org,2002:merge":
                         nodes.insert(0, (key, entry))  # after the names beside it, which win
-                        continue
-                    inner = join(key, name.value if name.style else yaml.safe_load(name.value))
-                    nodes += [(inner, entry), (f"{inner}:", name)]
+                    elif isinstance(name, yaml.ScalarNode):
+                        inner = join(key, name.value if name.style else yaml.safe_load(name.value))
+                        nodes += [(inner, entry), (f"{inner}:", name)]
 
     def forget(self, path: str) -> None:
         """Drops what `remember` noted of a dotted key and below it, because it has another value now."""

@@ -373,7 +373,7 @@ def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no
 Solution = tuple[np.ndarray, np.ndarray, int]
 """Row marks int32 [n], column marks int32 [m] and the number of chunks, as of `trace_back`"""
 Solve = Callable[[list[WindowProblem]], list[Solution]]
-"""A backend."""
+"""A backend: the best alignment of each problem within its strip, in order."""
 
 
 def solve_each(

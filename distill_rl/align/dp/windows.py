@@ -71,9 +71,9 @@ def missing_for_cuda() -> Missing | None:
     from numba.cuda.cudadrv import nvvm
 
     if not nvvm.is_available():
-        has_numba_cuda = getattr(cuda, "implementation", "") == "NVIDIA"
-        state = "installed without it" if has_numba_cuda else "not installed"
-        why = f"numba-cuda{'' if has_numba_cuda else ', which brings it,'} is {state}"
+        why = "numba-cuda, which brings it, is not installed"
+        if getattr(cuda, "implementation", "") == "NVIDIA":
+            why = "numba-cuda is installed without it"
         return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
     rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
     return Missing(rule, "set aligner.dp.backend=numba")

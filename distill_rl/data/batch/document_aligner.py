@@ -127,17 +127,13 @@ class Splitter:
             if end[0] - following[0] == 1 and not len(prefixes[0]):
                 stop, following = _place_before(places, start, stop, following, rooms)
             left_out |= bool((stop < following).any())
-            part = encoded.part(int(start[0]), int(stop[0]), before[0])
-            pairs = {
-                i: alignments[i]
-                .part((int(start[0]), int(start[side])), (int(stop[0]), int(stop[side])))
-                .preceded_by(before[0], before[side])
-                for side, i in enumerate(teachers, start=1)
-            }
-            extents = {
-                name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
-                for side, name in enumerate(sides)
-            }
+            first, last = start.tolist(), stop.tolist()
+            part, pairs = encoded.part(first[0], last[0], before[0]), {}
+            for side, i in enumerate(teachers, start=1):
+                pair = alignments[i].part((first[0], first[side]), (last[0], last[side]))
+                pairs[i] = pair.preceded_by(before[0], before[side])
+            wholes = (stop == end).tolist()
+            extents = {name: Extent(first[k], len(before[k]), wholes[k]) for k, name in enumerate(sides)}
             pieces.append(DocumentPiece(part if not pieces else replace(part, left_out=()), pairs, extents))
             start, room, before = following, rooms, prefixes
         return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]

@@ -168,8 +168,7 @@ def _plain_type(column_type: pa.DataType) -> pa.DataType:
 
 def is_string(column_type: pa.DataType) -> bool:
     """Whether a type is one of Arrow's string types: string, large string or string view."""
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(is_kind(column_type) for is_kind in kinds)
+    return column_type in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def _require_string(column_type: pa.DataType, what: str) -> None:
