@@ -24,7 +24,7 @@ _BINS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 """Upper ends of the histogram of retained probability."""
 _BAR = 40
 _ROW_GROUP = 256
-"""Pieces that are stores.decoded at once for a Parquet file."""
+"""Pieces that are decoded at once for a Parquet file."""
 
 
 def info(folder: Path) -> Iterator[str]:
@@ -131,7 +131,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
 
 
 def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:
-    """Yields records that cannot be stores.decoded although their checksums match, one line each."""
+    """Yields records that cannot be decoded although their checksums match, one line each."""
     for i in range(len(shard)):
         try:
             stores.decoded(manifest, shard, i)

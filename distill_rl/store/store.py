@@ -642,10 +642,14 @@ class Store:
     def records(self, name: bytes) -> list[tuple[Shard, int]]:
         """All records of a document."""
         key = np.frombuffer(name[:8], "<u8")[0]
-        like = slice(*(int(np.searchsorted(self._keys, key, side)) for side in ("left", "right")))
-        places = [*zip(self._shard_of[like].tolist(), self._record_of[like].tolist())]
-        found = [(shard, i) for shard, i in places if self.shards[shard].names[i].tobytes() == name]
-        return [(self.shards[shard], i) for shard, i in (*found, *self._added.get(name, ()))]
+        place = int(np.searchsorted(self._keys, key))
+        found = []
+        while place < len(self._keys) and self._keys[place] == key:
+            shard, i = self.shards[self._shard_of[place]], int(self._record_of[place])
+            if shard.names[i].tobytes() == name:
+                found.append((shard, i))
+            place += 1
+        return found + [(self.shards[shard], i) for shard, i in self._added.get(name, ())]
 
     def find(self, piece: PieceRef, tokens: np.ndarray) -> Found | None:
         """Where the targets of a piece are, or None if the store has none for exactly these tokens.

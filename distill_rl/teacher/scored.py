@@ -109,8 +109,10 @@ class ScoredTeacher:
 
 
 def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
-    """The documents that have labels, each up to its last labelled token, behind the places of these prompts: the micro-batch,
-    and the first position, counted over the rows of the micro-batch one after the other."""
+    """Where the documents that have labels are, and their tokens, each up to its last labelled one.
+
+    A place is the micro-batch and the first position, counted over the rows of the micro-batch one after the other.
+    """
     places, prompts = [], []
     for i, rows in enumerate(micro_batches):
         width = rows.shape[1]

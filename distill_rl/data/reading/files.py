@@ -50,11 +50,19 @@ def restore_of(schema: pa.Schema, main: str, what: str) -> Restore:
     Raises:
         DataError: a struct with two keys of one name.
     """
-    reads = {
-        field.name: read_of(field.type, f"{what}, column {field.name!r}", KEPT if field.name == main else ())
-        for field in schema
-    }
-    return lambda row: {name: _apply(reads.get(name), value) for name, value in row.items()}
+    reads = {}
+    for field in schema:
+        read = read_of(field.type, f"{what}, column {field.name!r}", KEPT if field.name == main else ())
+        if read is not None:
+            reads[field.name] = read
+
+    def restore(row: dict[str, Any]) -> dict[str, Any]:
+        for name, read in reads.items():
+            if row.get(name) is not None:
+                row[name] = read(row[name])
+        return row
+
+    return restore
 
 
 def read_of(kind: pa.DataType, what: str, kept: Collection[str] = ()) -> Read | None:
