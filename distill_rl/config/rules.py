@@ -370,6 +370,11 @@ def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
 
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
+_OF_ALIGNERS = ("aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts")
+_OF_WEIGHTS = ("teachers[].dtype", "teachers[].attention", "teachers[].revision")
+_OF_HUB = ("data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision")
+_OF_THE_BEST = ("checkpoint.keep_best", "checkpoint.best_by")
+_OF_OWN_RAY = ("ray.num_cpus", "ray.dashboard")
 _TEACHERS = (
     "loss.divergence", "loss.beta", "loss.tail", "loss.top_k", "loss.draws", "loss.temperature", "loss.dynamic_scale",
     "loss.cross_tokenizer", "loss.chunk_average", "loss.uncommon_top_k", "loss.gold_relaxed", "loss.alm_tau",
@@ -405,8 +410,10 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.loss.divergence in ("forward_kl", "reverse_kl", "tvd"):
         yield "only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture weight", "loss.beta"
     if none("hybrid", "xtoken") and ("topk" not in exports or none(TOKENS)):
-        where = "token by token with export topk, and in the losses hybrid and xtoken"
-        yield f"it applies where a top k is compared: {where}", "loss.tail"
+        yield (
+            "it applies where a top k is compared: token by token with export topk, and in the losses hybrid and xtoken",
+            "loss.tail",
+        )
     if "topk" not in exports and none("hybrid", "xtoken"):
         yield "no teacher exports a top k, and only the losses hybrid and xtoken choose one themselves", "loss.top_k"
     if "sampled" not in exports:
@@ -432,8 +439,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     for section in SECTIONS.values():
         yield from section.no_effect(config)
     if config.teachers and not any(teacher.origin.runs_model for teacher in config.teachers):
-        reason = "the run loads no teacher's model: targets are read from stores, or come from a server"
-        yield reason, "teachers[].dtype", "teachers[].attention", "teachers[].revision"
+        yield "the run loads no teacher's model: targets are read from stores, or come from a server", *_OF_WEIGHTS
     if config.capture.format == "exact":
         yield "capture.format is exact", "capture.mass"
     if all(teacher.cache is None for teacher in config.teachers):
@@ -457,8 +463,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if all(_is_file(path) for path in (*data_paths, data.validation.path) if path):
         yield "a single file has no splits", "data.split", "data.sources[].split"
     if all("*" in path or Path(path).expanduser().exists() for path in data_paths):
-        of_hub = "data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision"
-        yield "only data sets of the hub have subsets and revisions", *of_hub
+        yield "only data sets of the hub have subsets and revisions", *_OF_HUB
     if all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in data_paths):
         yield "there are no .txt files", "data.sample_by"
     if len(data.sources) == 1:
@@ -474,8 +479,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.schedule.kind == "constant":
         yield "schedule.kind is constant", "schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"
     if config.aligner.workers == 0:
-        of_actors = "aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts"
-        yield "aligner.workers is 0, so the driver aligns", *of_actors
+        yield "aligner.workers is 0, so the driver aligns", *_OF_ALIGNERS
     if config.aligner.dp.backend != "cuda":
         yield "aligners use a GPU with aligner.dp.backend=cuda only", "aligner.num_gpus"
     if config.faults.spike_window == 0:
@@ -489,13 +493,11 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.evaluate.engine:
         yield f"{config.evaluate.engine} forms its batches itself", "evaluate.batch_size"
     if config.checkpoint.every == 0:
-        reason = "checkpoint.every is 0, so checkpoints are written at the end of the run only"
-        yield reason, "checkpoint.keep_best", "checkpoint.best_by"
+        yield "checkpoint.every is 0, so checkpoints are written at the end of the run only", *_OF_THE_BEST
     if config.checkpoint.keep_best == 0:
         yield "checkpoint.keep_best is 0", "checkpoint.best_by"
     if config.ray.address is not None:
-        reason = "they are settings of a Ray that the run starts, and ray.address joins one"
-        yield reason, "ray.num_cpus", "ray.dashboard"
+        yield "they are settings of a Ray that the run starts, and ray.address joins one", *_OF_OWN_RAY
 
 
 _DEFAULTS = {pattern_of(key): default_of(entry) for key, entry, _ in leaves(Config)}

@@ -275,8 +275,11 @@ class StoreConfig(Origin):
         if not any(teacher.origin.is_store for teacher in config.teachers):
             yield "no teacher is read from a store", "teachers[].store.missing"
         if config.teachers and all(teacher.origin.only_reads for teacher in config.teachers):
-            reason = "all targets are read from stores, as they were captured"
-            yield reason, "teachers[].wire_dtype", "teachers[].tokenizer"
+            yield (
+                "all targets are read from stores, as they were captured",
+                "teachers[].wire_dtype",
+                "teachers[].tokenizer",
+            )
 
     @property
     def folder(self) -> str | None:
