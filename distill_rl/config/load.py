@@ -246,11 +246,6 @@ def _parse(key: str, text: str) -> Any:
             return None
         if not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
             return text
-    return _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    """The text read as a YAML value; the text itself if it is not valid YAML."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
     except Exception:  # not YAML: taken as text, which the type check rejects if it must

@@ -429,10 +429,11 @@ def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str
         inner = join(key, name)
         entries = {join(inner, i): one for i, one in enumerate(entry)} if isinstance(entry, list) else {inner: entry}
         old = [_is_old_number(one, findings, place) for place, one in entries.items()]
+        others = (one for one in entries.values() if not isinstance(one, str | bool | int))
         if not isinstance(name, str):
             text = findings.shown(f"{inner}:", name)
             findings.add(inner, "the name must be text", text, f'put it in quotes: "{text}"')
-        elif all(map(_is_single, entries.values())):
+        elif all(isinstance(one, float) and isfinite(one) for one in others):
             if not any(old):
                 found[name] = entry
         else:
@@ -456,10 +457,6 @@ def _is_old_number(value: Any, findings: Findings, key: str) -> bool:
         findings.add(key, rule, text, "write one number")
         return True
     return False
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, str | bool | int) or (isinstance(value, float) and isfinite(value))
 
 
 def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:

@@ -114,20 +114,16 @@ def plain_value(value: Any, what: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, str):
-        is_number = len(value) <= _LONGEST and _NUMBER.fullmatch(value)
-        return _plain_number(json.loads(value)) if is_number else value
+        if len(value) > _LONGEST or not _NUMBER.fullmatch(value):
+            return value
+        value = json.loads(value)
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return _plain_number(value)
+        whole = isinstance(value, int) or value.is_integer()
+        return str(int(value)) if whole else repr(value)
     rule = "text, a number, true or false, by which a teacher is chosen"
     raise DataError(what, rule, f"{type(value).__name__} {str(value)[:40]!r}")
-
-
-def _plain_number(value: int | float) -> str:
-    """The same text for all spellings of a number."""
-    whole = isinstance(value, int) or value.is_integer()
-    return str(int(value)) if whole else repr(value)
 
 
 def _weight(value: Any, what: str) -> float:

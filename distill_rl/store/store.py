@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -606,7 +607,8 @@ class Store:
         self.shards = [Shard(path) for path in paths]
         require_own(self.manifest, self.shards)
         self._index()
-        self._last: tuple[Path, int, dict[str, Column]] | None = None
+        # The last record is kept, since the pieces of a document mostly follow each other.
+        self._decoded = lru_cache(maxsize=1)(partial(decoded, self.manifest))
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
@@ -696,12 +698,6 @@ class Store:
         stop = found.start + found.count
         columns = self._decoded(found.shard, found.record)
         return {name: Column(column.dtype, column.values[found.start : stop]) for name, column in columns.items()}
-
-    def _decoded(self, shard: Shard, record: int) -> dict[str, Column]:
-        """The targets of a record. The last one is kept, since the pieces of a document mostly follow each other."""
-        if self._last is None or self._last[:2] != (shard.path, record):
-            self._last = shard.path, record, decoded(self.manifest, shard, record)
-        return self._last[2]
 
     def _index(self) -> None:
         """Sorts the names of all shards by their first eight bytes; further shards are kept in a dictionary."""
