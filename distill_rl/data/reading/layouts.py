@@ -143,6 +143,7 @@ class RowLayout:
         return document if self.routing is None else document | {WEIGHTS: self.routing.weights(row, at)}
 
     def _chat(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
+        """The messages of a row in any form of chats, and its "tools" and VARIABLES if it has any."""
         messages = row[self.key]
         if self.format == "alpaca":
             messages = from_alpaca(row, at)
