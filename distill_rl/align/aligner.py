@@ -9,27 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill_rl.align.alignment import (
-    Alignment,
-    TokenChunks,
-    Tokenized,
-    TokenPositions,
-    chunks_by_spans,
-    outside_of_chunks,
-    writable,
-)
+from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenPositions, chunks_by_spans, writable
 from distill_rl.align.chats import Message, content_spans, render
-from distill_rl.align.dp.windows import IdPair, WindowSolver
-from distill_rl.align.ids import IdAligner, IdAlignment, IdRow, StopPairs, as_pairs, pair_stops_of_spans
-from distill_rl.align.place import (
-    encode,
-    equal_spans,
-    keep_same_place,
-    place_in_chat,
-    positions_by_offsets,
-    strips_spans,
-)
-from distill_rl.align.vocabulary import TextEncoder, compose, read_vocabulary, words_of
+from distill_rl.align.dp.windows import WindowSolver
+from distill_rl.align.ids import IdAligner, IdAlignment, IdPair, IdRow, StopPairs, as_pairs, pair_stops_of_spans
+from distill_rl.align.place import equal_spans, keep_same_place, place_in_chat, positions_by_offsets, strips_spans
+from distill_rl.align.vocabulary import TextEncoder, compose, encode, read_vocabulary, words_of
 
 # Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse.
 
@@ -408,28 +393,21 @@ class TokenAligner:
                 them; ids with spans that are not those of their text; a lone surrogate; a negative limit.
         """
         if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
-            counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]
-            raise ValueError(
-                f"both sides must have the same number of spans, got {counts[0]} and {counts[1]}; pair the same messages"
-            )
+            one, other = (None if side.spans is None else len(side.spans) for side in (student, teacher))
+            rule = "both sides must have the same number of spans"
+            raise ValueError(f"{rule}, got {one} and {other}; pair the same messages")
         text = encode(student.text)
         texts = text, text if teacher.text == student.text else encode(teacher.text)
         align = self._pair_texts if student.spans is None else self._pair_spans
         alignment = align(student, teacher, texts)
-        if max_student_tokens is None and max_teacher_tokens is None:
-            return alignment
-        return alignment.cut(
-            len(alignment.student_ids) if max_student_tokens is None else max_student_tokens,
-            len(alignment.teacher_ids) if max_teacher_tokens is None else max_teacher_tokens,
-        )
+        most = len(alignment.student_ids) if max_student_tokens is None else max_student_tokens
+        return alignment.cut(most, max_teacher_tokens)
 
     def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
         """Aligns two tokenizations of one text by the first of these steps that `self.method` allows and that works."""
         if texts[0] != texts[1]:
-            raise ValueError(
-                f"both sides of a document must have one text, got {len(texts[0])} and {len(texts[1])} bytes; "
-                "normalize it once"
-            )
+            got = f"{len(texts[0])} and {len(texts[1])} bytes"
+            raise ValueError(f"both sides of a document must have one text, got {got}; normalize it once")
         from distill_rl.align.compiled import align_text  # imports Numba
 
         # 1. Both sides' tokens spell the text: chunks end where both sides end a token.
@@ -469,8 +447,7 @@ class TokenAligner:
         alignment = make_alignment(ids, chunks, result.method, exact, self._stops(result, ids, located, spans))
         if by_position is None or exact:
             return alignment
-        ends = outside_of_chunks(by_position.lossy_ends, alignment.student_chunk, alignment.teacher_chunk)
-        return replace(alignment, lossy_ends=ends)
+        return replace(alignment, lossy_ends=alignment.outside_of_chunks(by_position.lossy_ends))
 
     def _stops(self, result: IdAlignment, ids: IdPair, located: _Located | None, spans: np.ndarray) -> StopPairs:
         """Stop pairs by the tokens' positions in the text or, where these are unknown, by the bytes before them."""
@@ -484,21 +461,18 @@ class TokenAligner:
         # give no chunks if they also differ without the white space around them. A special token that strips white
         # space of a span makes it inexact, too.
         tokenized = student, teacher
-        by_bytes = [
-            place_in_chat(vocabulary, side.ids, text)
-            for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
-        ]
+        sides_and_texts = zip(self._vocabularies, tokenized, texts)
+        by_bytes = [place_in_chat(vocabulary, side.ids, text) for vocabulary, side, text in sides_and_texts]
         equal, spans = equal_spans(tokenized, texts)
         located = self._locate(tokenized, by_bytes)
         if located is None:
             raise ValueError("ids with spans must be those of their text, got others; use the ids of tokenize_messages")
         exact = all(positions is not None and positions.exact for positions in by_bytes)
         exact = exact and np.array_equal(equal, spans)
-        sides = zip(self._vocabularies, tokenized, located.sides, (spans[:, :2], spans[:, 2:]))
-        exact = exact and not any(
-            strips_spans(vocabulary, side.ids, positions, bounds) for vocabulary, side, positions, bounds in sides
-        )
-        return self._by_positions((student.ids, teacher.ids), located, equal, spans, exact)
+        ids = student.ids, teacher.ids
+        sides = zip(self._vocabularies, ids, located.sides, (spans[:, :2], spans[:, 2:]))
+        exact = exact and not any(strips_spans(*side) for side in sides)
+        return self._by_positions(ids, located, equal, spans, exact)
 
     def _locate(
         self, tokenized: tuple[Tokenized, Tokenized], by_bytes: Sequence[TokenPositions | None]

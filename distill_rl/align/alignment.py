@@ -80,29 +80,6 @@ def gather_bytes(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, ends
     return flat.take(index)
 
 
-def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.ndarray:
-    """int32 [size]: chunk indices of the tokens at `positions`, among all tokens; −1 for the others.
-
-    The array itself, not a copy, if it already has that size.
-    """
-    if len(part) == size:
-        return part
-    row = np.full(size, -1, np.int32)
-    row[positions] = part
-    return row
-
-
-def as_slice(positions: np.ndarray) -> slice | np.ndarray:
-    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself.
-
-    Slicing an array makes a view, indexing makes a copy.
-    """
-    if not len(positions):
-        return slice(0, 0)
-    first, stop = int(positions[0]), int(positions[-1]) + 1
-    return slice(first, stop) if stop - first == len(positions) else positions
-
-
 def shared_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """bool [n], bool [m]: which elements of each array are in the other one, too.
 
@@ -247,7 +224,9 @@ class Alignment:
 
     def chunk_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int [num_chunks], int [num_chunks]: number of tokens of each chunk (student, teacher)."""
-        return _sizes(self.student_chunk, self.num_chunks), _sizes(self.teacher_chunk, self.num_chunks)
+        chunks, least = (self.student_chunk, self.teacher_chunk), self.num_chunks + 1
+        student, teacher = (np.bincount(chunk + 1, minlength=least)[1:] for chunk in chunks)
+        return student, teacher
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -279,20 +258,14 @@ class Alignment:
             raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
         if sizes[0] <= limits[0] and sizes[1] <= limits[1]:
             return self
-        stop = self._where_to_cut(limits)
+        within = self.boundaries[_within(self.boundaries, limits)]
+        stop = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
+        # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
+        near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, stop))
+        if not (self.exact or near):
+            stop = min(limits[0], sizes[0]), min(limits[1], sizes[1])
         dropped = (self.dropped[0] + sizes[0] - stop[0], self.dropped[1] + sizes[1] - stop[1])
         return replace(self.part((0, 0), stop), dropped=dropped)
-
-    def _where_to_cut(self, limits: tuple[int, int]) -> tuple[int, int]:
-        """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`."""
-        within = self.boundaries[_within(self.boundaries, limits)]
-        boundary = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
-        sizes = len(self.student_ids), len(self.teacher_ids)
-        # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
-        near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, boundary))
-        if self.exact or near:
-            return boundary
-        return min(limits[0], sizes[0]), min(limits[1], sizes[1])
 
     @cached_property
     def boundaries(self) -> np.ndarray:
@@ -335,6 +308,17 @@ class Alignment:
                 if start[0] <= student < stop[0] and start[1] <= teacher < stop[1]
             ],
         )
+
+    def outside_of_chunks(self, places: np.ndarray) -> np.ndarray:
+        """Those of the places, int64 [k, 2] as in `boundaries`, that divide no chunk of either side.
+
+        A place divides no chunk if all four of these counts are equal: chunks that have begun and chunks that have ended
+        before it, on either side.
+        """
+        starts, stops = self._chunk_bounds
+        passed = [starts[:, side].searchsorted(places[:, side]) for side in (0, 1)]
+        passed += [stops[:, side].searchsorted(places[:, side], "right") for side in (0, 1)]
+        return places[np.ptp(passed, axis=0) == 0]
 
     def preceded_by(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
         """The alignment with further tokens before those of each side; they are in no chunk.
@@ -409,10 +393,6 @@ class Alignment:
         }
 
 
-def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
-    return np.bincount(chunk + 1, minlength=count + 1)[1:]
-
-
 def _within(ends: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     return (ends[:, 0] <= limits[0]) & (ends[:, 1] <= limits[1])
 
@@ -422,20 +402,3 @@ def _renumbered(chunk: np.ndarray, first: int, end: int) -> np.ndarray:
     if not first and chunk.max(initial=-1) < end:
         return chunk
     return np.where((chunk >= first) & (chunk < end), chunk - np.int32(first), np.int32(-1))
-
-
-def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> np.ndarray:
-    """Those of the token counts `places`, int64 [k, 2] (student, teacher), that divide no chunk of either side.
-
-    A place divides no chunk if all four of these counts are equal: chunks that have begun and chunks that have ended
-    before it, on either side.
-
-    Args:
-        student_chunk, teacher_chunk: int32 [n], [m]: chunk index of each token, −1 for none.
-    """
-    count = int(student_chunk.max(initial=-1)) + 1
-    passed = []
-    for chunk, place in zip((student_chunk, teacher_chunk), places.T):
-        starts, stops = chunk_bounds(chunk, count)
-        passed += [starts.searchsorted(place), stops.searchsorted(place, "right")]
-    return places[np.ptp(passed, axis=0) == 0]

@@ -119,9 +119,8 @@ def _rendered(tokenizer: Any, *chats: list[dict[str, Any]]) -> str | None:
     for messages in chats:
         try:
             options: dict[str, Any] = {"tools": [_TOOL], "tokenize": False}
-            return within_budget(
-                tokenizer, messages, options, partial(tokenizer.apply_chat_template, messages, **options)
-            )
+            write = partial(tokenizer.apply_chat_template, messages, **options)
+            return within_budget(tokenizer, messages, options, write)
         except Exception:  # a template can raise anything
             continue
     return None
@@ -199,9 +198,8 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
         jinja2.TemplateError: a chat that the template rejects. A template can also raise any other exception.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
-        )
+        rule = f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none"
+        raise ValueError(f"{rule}; give it one, or use text")
     options = {"strftime_now": FIXED_DATE, "tokenize": False, **options}
     chat = in_form(tokenizer, messages)
     return within_budget(tokenizer, chat, options, lambda: tokenizer.apply_chat_template(chat, **options))

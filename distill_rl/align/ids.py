@@ -18,19 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill_rl.align.alignment import (
-    TokenChunks,
-    TokenPositions,
-    as_slice,
-    chunks_by_ends,
-    gather_bytes,
-    keep_chunks,
-    spread,
-    writable,
-)
+from distill_rl.align.alignment import TokenChunks, TokenPositions, chunks_by_ends, gather_bytes, keep_chunks, writable
 from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Indices = slice | np.ndarray
+IdPair = tuple[np.ndarray, np.ndarray]
+"""Ids of the student's and of the teacher's tokens, or their chunk indices, −1 for none"""
 
 
 class IdRow(NamedTuple):
@@ -71,7 +64,7 @@ class TokenSide:
             ValueError: an id outside of the vocabulary that is not padding.
         """
         vocabulary, ids = row.vocabulary, row.ids
-        real = as_slice(row.keep.nonzero()[0]) if len(row.keep) else slice(0, len(ids))
+        real = _as_slice(row.keep.nonzero()[0]) if len(row.keep) else slice(0, len(ids))
         wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
         try:
             lengths = vocabulary.lengths.take(wide)
@@ -81,7 +74,7 @@ class TokenSide:
             raise ValueError(f"{row.name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
-        spelling = as_slice(lengths.nonzero()[0])
+        spelling = _as_slice(lengths.nonzero()[0])
         textless = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
             textless = textless[wide[textless] != vocabulary.unknown]
@@ -119,14 +112,9 @@ class TokenSide:
         # A token that was nothing but the space no longer spells text and leaves this side's tokens.
         remaining = lengths.nonzero()[0]
         kept = remaining.searchsorted([place for place in places if lengths[place]]).tolist()
-        chosen = as_slice(remaining)
-        return replace(
-            self,
-            tokens=_select(self.tokens, chosen),
-            ids=self.ids[chosen],
-            lengths=lengths[chosen],
-            without_space=tuple(kept),
-        )
+        chosen = _as_slice(remaining)
+        tokens, ids, lengths = _select(self.tokens, chosen), self.ids[chosen], lengths[chosen]
+        return replace(self, tokens=tokens, ids=ids, lengths=lengths, without_space=tuple(kept))
 
     def spell(self) -> np.ndarray:
         """uint8: the bytes of all tokens that spell text, one after another, without dummy spaces taken off."""
@@ -140,14 +128,29 @@ class TokenSide:
         return self.lengths.cumsum(dtype=np.int64)
 
     def full(self, chunk: np.ndarray) -> np.ndarray:
-        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
-        return spread(chunk, self.tokens, self.size)
+        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others. Not a copy if these are all."""
+        if len(chunk) == self.size:
+            return chunk
+        row = np.full(self.size, -1, np.int32)
+        row[self.tokens] = chunk
+        return row
 
     def places(self) -> np.ndarray:
         """int64 [size + 1]: number of bytes that the side spells before each of all tokens and, last, in all."""
         lengths = np.zeros(self.size + 1, np.int64)
         lengths[1:][self.tokens] = self.lengths
         return lengths.cumsum()
+
+
+def _as_slice(positions: np.ndarray) -> slice | np.ndarray:
+    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself.
+
+    Slicing an array makes a view, indexing makes a copy.
+    """
+    if not len(positions):
+        return slice(0, 0)
+    first, stop = int(positions[0]), int(positions[-1]) + 1
+    return slice(first, stop) if stop - first == len(positions) else positions
 
 
 def _select(positions: Indices, chosen: Indices) -> Indices:
@@ -180,10 +183,7 @@ def pair_stops(rows: Sequence[IdRow], sides: Sequence[TokenSide]) -> StopPairs:
 
 
 def pair_stops_of_spans(
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    ids: tuple[np.ndarray, np.ndarray],
-    positions: tuple[TokenPositions, TokenPositions],
-    spans: np.ndarray,
+    vocabularies: Sequence[Vocabulary], ids: IdPair, positions: Sequence[TokenPositions], spans: np.ndarray
 ) -> StopPairs:
     """Pairs (student position, teacher position): bos with bos, and the first stop tokens behind the i-th spans.
 
@@ -207,8 +207,8 @@ def as_pairs(pairs: np.ndarray) -> StopPairs:
 
 # Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
 
-Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""(student ids, teacher ids) → chunk indices of both, −1 for none"""
+Window = Callable[[np.ndarray, np.ndarray], IdPair]
+"""(student ids, teacher ids) → chunk indices of both"""
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,8 @@ class IdAligner:
             stops = _window_stops(spelled, ends, starts)
             window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
             count = _write_chunks(chunk, window, starts, head.count)
-            tail, _, _ = chunks_by_ends(
-                *(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
-            )
+            behind = (side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
+            tail, _, _ = chunks_by_ends(*behind)
             _write_chunks(chunk, (tail.student, tail.teacher), stops, count)
         full = [side.full(row) for side, row in zip(sides, chunk)]
         return IdAlignment(_as_chunks(full), pair_stops(rows, sides), False, method)
@@ -345,11 +344,7 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def same_spelling(
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    ids: tuple[np.ndarray, np.ndarray],
-    chunks: tuple[np.ndarray, np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
+def same_spelling(vocabularies: Sequence[Vocabulary], ids: IdPair, chunks: IdPair) -> IdPair:
     """Chunk indices int32 [n], [m] without the chunks whose two sides spell different bytes, renumbered.
 
     One space at the start of a chunk may be missing on the side of a tokenizer that drops the space between words, or
@@ -360,18 +355,15 @@ def same_spelling(
             decrease otherwise.
     """
     count = _as_chunks(chunks).count
-    sides = [_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks)]
-    left, right = sides
+    left, right = (_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks))
     left_may_lack = vocabularies[0].drops_spaces or vocabularies[1].dummy
     right_may_lack = vocabularies[1].drops_spaces or vocabularies[0].dummy
     surplus = left.sizes - right.sizes
-    extra_space = (
-        (surplus == 1) & right_may_lack & left.opens_with_space,
-        (surplus == -1) & left_may_lack & right.opens_with_space,
-    )
-    keep = (surplus == 0) | extra_space[0] | extra_space[1]
+    left_extra = (surplus == 1) & right_may_lack & left.opens_with_space
+    right_extra = (surplus == -1) & left_may_lack & right.opens_with_space
+    keep = (surplus == 0) | left_extra | right_extra
     # Without that space both sides of a remaining chunk have equally many bytes, so all chunks can be compared at once.
-    texts = [side.of_chunks(keep, without) for side, without in zip(sides, extra_space)]
+    texts = left.of_chunks(keep, left_extra), right.of_chunks(keep, right_extra)
     sizes = np.where(keep, np.minimum(left.sizes, right.sizes), 0)
     chunk_of_byte = np.repeat(np.arange(count), sizes)
     keep[chunk_of_byte[texts[0] != texts[1]]] = False

@@ -7,24 +7,9 @@ import re
 import numpy as np
 
 from distill_rl.align.alignment import TokenChunks, Tokenized, TokenPositions, gather_bytes, keep_chunks, writable
-from distill_rl.align.vocabulary import WHITE_SPACE, Vocabulary, words_of
+from distill_rl.align.vocabulary import WHITE_SPACE, Vocabulary, encode, words_of
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
-
-
-def encode(text: str) -> bytes:
-    """The text's UTF-8 bytes.
-
-    Raises:
-        ValueError: a lone surrogate, which UTF-8 cannot encode.
-    """
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"a text must consist of Unicode characters, got a lone surrogate at character {error.start}; "
-            "decode the data again"
-        ) from error
 
 
 def place_in_chat(vocabulary: Vocabulary, ids: np.ndarray, text: bytes) -> TokenPositions | None:

@@ -28,14 +28,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.dp.problem import fold_of
-from distill_rl.align.vocabulary import (
-    TextEncoder,
-    Vocabulary,
-    backend_of,
-    byte_of_letter,
-    common_vocabulary,
-    read_vocabulary,
-)
+from distill_rl.align.vocabulary import TextEncoder, Vocabulary, byte_of_letter, common_vocabulary, read_vocabulary
 from distill_rl.system.files import write_atomic
 
 # The file format of W: safetensors with a JSON header, written atomically and fully checked when read.
@@ -150,10 +143,8 @@ def load_projection(
     }
     for key, value in expected.items():
         if value is not None and header.get(key) != value:
-            raise ValueError(
-                f"{path}: the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}; "
-                "give this pair's file, or none to have it built"
-            )
+            rule = f"the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}"
+            raise ValueError(f"{path}: {rule}; give this pair's file, or none to have it built")
     try:
         projection = Projection(
             **arrays,
@@ -182,9 +173,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else "it is damaged or of another kind"
-        raise ValueError(
-            f"{path}: a projection must be a safetensors file that distill_rl wrote; {reason}; {_REMEDY}"
-        ) from None
+        rule = "a projection must be a safetensors file that distill_rl wrote"
+        raise ValueError(f"{path}: {rule}; {reason}; {_REMEDY}") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the header of a projection must be a table; it is {header!r}; {_REMEDY}")
     return header, arrays
@@ -246,21 +236,18 @@ class Retokenizer:
     4. Greedily, the longest token that the remaining bytes begin with (byte-fallback pieces for parts of characters).
 
     Args:
-        tokenizer, vocabulary, encoder: the tokenizer to spell with, its vocabulary and its encoder.
+        vocabulary, encoder: of the tokenizer to spell with.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: Vocabulary, encoder: TextEncoder) -> None:
-        self._encoder = encoder
-        self._model = backend_of(tokenizer).model
+    def __init__(self, vocabulary: Vocabulary, encoder: TextEncoder) -> None:
+        self._encoder, self._model = encoder, encoder.backend.model
         self._fold = fold_of([vocabulary]) if vocabulary.normalization == "lossy" else None
         self._bytes = vocabulary.spellings()
         self.ids = vocabulary.ids_by_bytes()
         self._longest = max(map(len, self.ids), default=0)
-        description = encoder.description
-        self._letters = (
-            {byte: chr(letter) for letter, byte in byte_of_letter().items()} if description.byte_level else {}
-        )
-        self._space = description.metaspace or " "
+        letters = byte_of_letter() if encoder.description.byte_level else {}
+        self._letters = {byte: chr(letter) for letter, byte in letters.items()}
+        self._space = encoder.description.metaspace or " "
 
     def pieces(self, spellings: list[bytes]) -> Iterator[list[int]]:
         """Yields this tokenizer's ids of each byte string, in order; an empty list if it cannot spell one.
@@ -359,18 +346,17 @@ def build_projection(
     student = read_vocabulary(student_tokenizer, TextEncoder(student_tokenizer), student_stops)
     encoder = TextEncoder(teacher_tokenizer)
     teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
-    retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
-    return _project(student, teacher, retokenizer, student_columns=student_columns, teacher_columns=teacher_columns)
+    return _project(student, teacher, encoder, student_columns, teacher_columns)
 
 
 def _project(
-    student: Vocabulary, teacher: Vocabulary, retokenizer: Retokenizer, *, student_columns: int, teacher_columns: int
+    student: Vocabulary, teacher: Vocabulary, encoder: TextEncoder, student_columns: int, teacher_columns: int
 ) -> Projection:
-    """W and the common vocabulary of two vocabularies that are read."""
+    """W and the common vocabulary of two vocabularies that are read; `encoder` is the teacher's."""
     _check_columns("student", student, student_columns)
     _check_columns("teacher", teacher, teacher_columns)
     student_common, teacher_common = common_vocabulary(student, teacher)
-    stops = _stops(student, teacher)
+    stops, retokenizer = _stops(student, teacher), Retokenizer(teacher, encoder)
     rows = _exact_rows(student, teacher, (student_common, teacher_common), retokenizer.ids)
     exact_rows = len(rows)
     split = [token for token in np.flatnonzero(student.lengths).tolist() if token not in rows]
@@ -429,7 +415,7 @@ def cached_projection(
     except ValueError as error:
         if path.exists():
             log.warning("%s; building it again", error)
-    save_projection(_project(student, teacher, Retokenizer(teacher_tokenizer, teacher, encoder), **columns), path)
+    save_projection(_project(student, teacher, encoder, **columns), path)
     return path
 
 
@@ -440,10 +426,9 @@ def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], t
 def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
     """Raises ValueError if a model has fewer columns than its tokenizer has ids."""
     if columns < vocabulary.size:
-        raise ValueError(
-            f"the {side} model must have a column for every id of its tokenizer: config.vocab_size is {columns}, "
-            f"the tokenizer has {vocabulary.size}; use the tokenizer that came with the model, or resize its embeddings"
-        )
+        sizes = f"config.vocab_size is {columns}, the tokenizer has {vocabulary.size}"
+        remedy = "use the tokenizer that came with the model, or resize its embeddings"
+        raise ValueError(f"the {side} model must have a column for every id of its tokenizer: {sizes}; {remedy}")
 
 
 def _exact_rows(
@@ -477,11 +462,8 @@ def _weights(pieces: list[int]) -> dict[int, float]:
 
 def _to_csr(rows: dict[int, dict[int, float]], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The sparse matrix of these rows in CSR form, with ascending columns in every row."""
-    lengths = np.zeros(count, np.int64)
-    for token, row in rows.items():
-        lengths[token] = len(row)
-    ordered = [sorted(rows[token].items()) for token in sorted(rows)]
-    entries = [entry for row in ordered for entry in row]
+    lengths = [len(rows.get(token, ())) for token in range(count)]
+    entries = [entry for token in sorted(rows) for entry in sorted(rows[token].items())]
     indices = np.fromiter((column for column, _ in entries), np.int32, len(entries))
     values = np.fromiter((value for _, value in entries), np.float32, len(entries))
-    return np.concatenate(([0], np.cumsum(lengths))), indices, values
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))), indices, values

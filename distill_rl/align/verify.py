@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     """
     lengths: Counter[tuple[int, int]] = Counter()
     methods: Counter[str] = Counter()
-    sums = np.zeros((len(CLASSES), 4))
+    sums = np.zeros((len(CLASSES), 4))  # chunks, 1:1 chunks, student tokens, teacher tokens
     aligned = spelled = unknown = exact = 0
     # A tokenizer whose eos has the id of the unknown token writes that id around an empty text as well.
     unknown_around = _count_unknown(aligner.student, aligner.tokenize_student("").ids)
@@ -135,7 +136,11 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
         one_to_one_share=share,
         exact_share=exact / count,
         chunk_lengths={f"{left}:{right}": repeats for (left, right), repeats in lengths.most_common()},
-        classes={name: _coverage(row) for name, row in zip(CLASSES, sums.tolist()) if row[0]},
+        classes={
+            name: ClassCoverage(int(chunks), *(each / chunks for each in rest))
+            for name, (chunks, *rest) in zip(CLASSES, sums.tolist())
+            if chunks
+        },
         common_vocabulary=common,
         suggested_loss=suggested_loss,
         reason=reason,
@@ -151,12 +156,6 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
 
 def _count_unknown(vocabulary: Vocabulary, ids: np.ndarray) -> int:
     return 0 if vocabulary.unknown is None else int(np.count_nonzero(ids == vocabulary.unknown))
-
-
-def _coverage(row: list[float]) -> ClassCoverage:
-    """The share and means of one class, from its sums (chunks, 1:1 chunks, student tokens, teacher tokens)."""
-    chunks, single, student, teacher = row
-    return ClassCoverage(int(chunks), single / chunks, student / chunks, teacher / chunks)
 
 
 def _classify(vocabulary: Vocabulary, row: Alignment) -> np.ndarray:
@@ -233,12 +232,11 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] =
         jinja2.TemplateError: a chat that a template rejects.
     """
     rows = align_training_rows(aligner, texts, chats)
-    return Endings(
-        student_stops=[_literal(aligner.student, token) for token in aligner.student.stops],
-        teacher_stops=[_literal(aligner.teacher, token) for token in aligner.teacher.stops],
-        rows=len(rows),
-        ending=sum(ends_in_stop(aligner, row) for row in rows),
+    student, teacher = (
+        [side.literal(token).decode(errors="replace") or f"id {token}" for token in side.stops]
+        for side in (aligner.student, aligner.teacher)
     )
+    return Endings(student, teacher, len(rows), sum(ends_in_stop(aligner, row) for row in rows))
 
 
 def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> list[Alignment]:
@@ -261,13 +259,8 @@ def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequ
 def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
     """Whether a pair of stop tokens follows the last chunk of an alignment; with no chunks, whether there is a pair."""
     last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
-    return any(
-        student > last and int(row.student_ids[student]) in aligner.student.stops for student, _ in row.stop_pairs
-    )
-
-
-def _literal(vocabulary: Vocabulary, token: int) -> str:
-    return vocabulary.literal(token).decode(errors="replace") or f"id {token}"
+    behind = [int(row.student_ids[student]) for student, _ in row.stop_pairs if student > last]
+    return any(token in aligner.student.stops for token in behind)
 
 
 _PAD_LEFT, _PAD_RIGHT = 3, 5
@@ -296,12 +289,9 @@ def check_each(name: str, problems: Iterable[str | None], items: str) -> Propert
         items: what to call the items in `detail`.
     """
     results = list(problems)
-    failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
-    if failed:
-        i, problem = failed[0]
-        return PropertyCheck(
-            name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}"
-        )
+    if failed := [(i, problem) for i, problem in enumerate(results) if problem is not None]:
+        first = "first at index {}: {}".format(*failed[0])
+        return PropertyCheck(name, False, f"{len(failed)} of {len(results)} {items} fail, {first}")
     return PropertyCheck(name, True if results else None, f"{len(results)} {items}")
 
 
@@ -365,17 +355,11 @@ def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[PropertyCh
         ValueError: a tokenizer without a chat template; a text with a lone surrogate.
     """
     rows = [(chat, aligner.align_messages(chat.messages, options=chat.options)) for chat in chats]
+    spelled = (_chunks_problem(aligner, row, b"") for _, row in rows if row.exact)
+    ended = (stop_problem(chat.messages, row) for chat, row in rows)
     return [
-        check_each(
-            "a chunk of a chat spells the same bytes on both sides",
-            (_chunks_problem(aligner, row, b"") for _, row in rows if row.exact),
-            "exact chats",
-        ),
-        check_each(
-            "the end of every answer is paired, so that the student learns to stop",
-            (stop_problem(chat.messages, row) for chat, row in rows),
-            "chats",
-        ),
+        check_each("a chunk of a chat spells the same bytes on both sides", spelled, "exact chats"),
+        check_each("the end of every answer is paired, so that the student learns to stop", ended, "chats"),
     ]
 
 
@@ -388,9 +372,9 @@ def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | Non
         text: as given to the aligner; it is normalised here.
     """
     expected = aligner.normalize(text).encode()
-    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, expected)
+    spelled = b"".join(piece for _, piece in _pieces(aligner, row, expected)[0])
     problem = _chunks_problem(aligner, row, expected)
-    return problem or (None if expected.startswith(b"".join(student)) else "the chunks do not spell the text")
+    return problem or (None if expected.startswith(spelled) else "the chunks do not spell the text")
 
 
 def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
@@ -426,9 +410,7 @@ def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | 
     Args:
         row: an exact alignment of the text.
     """
-    expected = aligner.normalize(text).encode()
-    student = _inner_ends(aligner.student, row.student_ids, row.student_chunk, expected)
-    teacher = _inner_ends(aligner.teacher, row.teacher_ids, row.teacher_chunk, expected)
+    student, teacher = map(_inner_ends, _pieces(aligner, row, aligner.normalize(text).encode()))
     shared = student & teacher
     return f"both sides end a token at byte {min(shared)}, inside a chunk" if shared else None
 
@@ -482,37 +464,34 @@ def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
 
 def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
     """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None."""
-    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, text)
-    teacher = _chunk_bytes(aligner.teacher, row.teacher_ids, row.teacher_chunk, row.num_chunks, text)
-    for i, (left, right) in enumerate(zip(student, teacher)):
+    spelled = [[b"", b""] for _ in range(row.num_chunks)]
+    for side, pieces in enumerate(_pieces(aligner, row, text)):
+        for chunk, piece in pieces:
+            spelled[chunk][side] += piece
+    for i, (left, right) in enumerate(spelled):
         if left != right:
             return f"chunk {i} is {left!r} for the student, {right!r} for the teacher"
     return None
 
 
-def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
-    """(chunk, bytes) of every token that lies in a chunk; a chunk index of -1 means none."""
-    pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
-    spelled = b"".join(piece for _, piece in pieces)
-    # Some tokenizers put a dummy space before the text.
-    if text and spelled.startswith(b" ") and not text.startswith(spelled):
-        pieces[0] = (pieces[0][0], pieces[0][1][1:])
-    return pieces
+def _pieces(aligner: TokenAligner, row: Alignment, text: bytes) -> list[list[tuple[int, bytes]]]:
+    """For student and teacher: (chunk, bytes) of every token that lies in a chunk; a chunk index of -1 means none."""
+    student = aligner.student, row.student_ids, row.student_chunk
+    sides = []
+    for vocabulary, ids, chunks in (student, (aligner.teacher, row.teacher_ids, row.teacher_chunk)):
+        pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
+        spelled = b"".join(piece for _, piece in pieces)
+        # Some tokenizers put a dummy space before the text.
+        if text and spelled.startswith(b" ") and not text.startswith(spelled):
+            pieces[0] = (pieces[0][0], pieces[0][1][1:])
+        sides.append(pieces)
+    return sides
 
 
-def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
-    """The bytes of each chunk on one side; empty for a chunk without tokens there."""
-    spelled = [b""] * count
-    for chunk, piece in _pieces(vocabulary, ids, chunks, text):
-        spelled[chunk] += piece
-    return spelled
-
-
-def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
+def _inner_ends(pieces: Sequence[tuple[int, bytes]]) -> set[int]:
     """Byte positions at which tokens end inside their chunk, that is, without the last token of each chunk."""
-    pieces = _pieces(vocabulary, ids, chunks, text)
-    ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
-    return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
+    ends = accumulate(len(piece) for _, piece in pieces)
+    return {end for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
 
 
 def _padded(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

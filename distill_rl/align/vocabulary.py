@@ -94,10 +94,8 @@ class Description:
         kind = self.model.get("type")
         if not kind:
             # Older files leave the type out: only BPE has merges, and only Unigram has a list of pieces.
-            if "merges" in self.model:
-                kind = "BPE"
-            else:
-                kind = "Unigram" if isinstance(self.model["vocab"], list) else "WordPiece"
+            other = "Unigram" if isinstance(self.model["vocab"], list) else "WordPiece"
+            kind = "BPE" if "merges" in self.model else other
         if kind != "BPE":
             return str(kind).lower()
         if self.byte_level:
@@ -185,21 +183,6 @@ def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 # The aligner's copy of a caller's tokenizer, which reads text that looks like a special token as text.
 
 
-def backend_of(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one.
-
-    Raises:
-        ValueError: a slow tokenizer, which gives neither the bytes of its ids nor the offsets of its tokens.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not (hasattr(backend, "to_str") and hasattr(backend, "encode_special_tokens")):
-        raise ValueError(
-            f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}; "
-            "convert it, or choose a model that ships one"
-        )
-    return backend
-
-
 class TextEncoder:
     """Text → ids and character offsets. The caller's tokenizer is not modified.
 
@@ -211,28 +194,31 @@ class TextEncoder:
       beginning of the whole text.
 
     Raises:
-        ValueError: a slow tokenizer.
+        ValueError: a slow tokenizer, which gives neither the bytes of its ids nor the offsets of its tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._backend = backend_of(tokenizer)
-        serialized = self._backend.to_str()
+        self.backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one."""
+        if not (hasattr(self.backend, "to_str") and hasattr(self.backend, "encode_special_tokens")):
+            rule = f"alignment needs a fast tokenizer (one with a tokenizer.json), got {type(tokenizer).__name__}"
+            raise ValueError(f"{rule}; convert it, or choose a model that ships one")
+        serialized = self.backend.to_str()
         described = json.loads(serialized)
         # Padding and truncation come first in the serialized form and decide no id.
         self.identity: str = serialized[max(0, serialized.find('"added_tokens"')) :]
         """The part of the serialized tokenizer that decides ids and bytes"""
         self.description = Description.read(described)
-        self.specials: dict[str, int] = {
-            token["content"]: token["id"] for token in self.description.added if token["special"]
-        }
+        added = self.description.added
+        self.specials: dict[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
         hidden = _hide_specials(described, self.description, set(self.specials))
-        self._plain = _copy(self._backend, hidden or serialized)
+        self._plain = _copy(self.backend, hidden or serialized)
         self._plain.encode_special_tokens = True
 
     @cached_property
     def _with_specials(self) -> Any:
         """A copy of the caller's tokenizer that reads special tokens wherever they are written."""
-        copy = _copy(self._backend, self._backend.to_str())
+        copy = _copy(self.backend, self.backend.to_str())
         copy.encode_special_tokens = False
         return copy
 
@@ -340,13 +326,8 @@ def _hide_specials(described: dict[str, Any], description: Description, special:
     hidden = special & description.pieces.keys()
     if not hidden or (description.family in ("byte_level", "sentencepiece", "bpe") and not model.get("ignore_merges")):
         return None
-    in_merges = {
-        piece
-        for merge in model.get("merges") or ()
-        for piece in (merge.split(" ") if isinstance(merge, str) else merge)
-        if piece in hidden
-    }
-    hidden -= in_merges
+    for merge in model.get("merges") or ():
+        hidden.difference_update(merge.split(" ") if isinstance(merge, str) else merge)
     names = {piece: f"\U0010fffe{i}\U0010ffff" for i, piece in enumerate(sorted(hidden))}
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
@@ -395,9 +376,8 @@ def probe_normalization(encoder: TextEncoder, table: list[bytes], unknown: int |
         unknown: id of the unknown token; test strings that contain it are skipped. None: there is none.
     """
     description = encoder.description
-    composes = any(part["type"] == "NFC" for part in description.normalizers) or _spell(encoder, table, "e\u0301")[
-        1
-    ].endswith("\u00e9".encode())
+    _, composed = _spell(encoder, table, "e\u0301")
+    composes = any(part["type"] == "NFC" for part in description.normalizers) or composed.endswith("\u00e9".encode())
     lossless = "nfc" if composes else "none"
     part = description.changes_text()
     for probe in _PROBES:
@@ -430,9 +410,8 @@ def probe_spaces(encoder: TextEncoder, table: list[bytes]) -> tuple[bool, bool, 
     spelling = letter.encode()
     dummy = _spell(encoder, table, letter)[1] == b" " + spelling
     two_words = _spell(encoder, table, f"{letter} {letter}")[1]
-    after_special = dummy and any(
-        _adds_space_after(encoder, table, literal, letter) for literal in list(encoder.specials)[:8]
-    )
+    specials = list(encoder.specials)[:8]
+    after_special = dummy and any(_adds_space_after(encoder, table, literal, letter) for literal in specials)
     return dummy, after_special, two_words == spelling * 2
 
 
@@ -603,17 +582,14 @@ def read_vocabulary(tokenizer: Any, encoder: TextEncoder, stops: Iterable[int] =
     description = encoder.description
     roles = {role: token for role in ROLES if (token := getattr(tokenizer, f"{role}_token_id", None)) is not None}
     unknown = description.unknown
-    named = set(roles.values())
-    if unknown is not None:
-        named.add(unknown)
+    named = {*roles.values(), *([] if unknown is None else [unknown])}
     table, fallback, special, literals = _read_table(description, named)
     lengths = np.fromiter(map(len, table), np.int32, len(table))
     starts = np.zeros(len(table) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     if unknown is not None:
         roles.setdefault("unk", unknown)
-    turn = end_of_turn(tokenizer, encoder)
-    if turn is not None:
+    if (turn := end_of_turn(tokenizer, encoder)) is not None:
         roles["end_of_turn"] = turn
     normalization, lossy = probe_normalization(encoder, table, unknown)
     dummy, dummy_after_special, drops_spaces = probe_spaces(encoder, table)
@@ -689,12 +665,9 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
     """
     if student.hash == teacher.hash:
         return np.arange(student.size, dtype=np.int32), np.arange(teacher.size, dtype=np.int32)
-    teacher_ids = teacher.ids_by_bytes()
-    pairs = sorted(
-        (student_id, teacher_ids[spelling])
-        for spelling, student_id in student.ids_by_bytes().items()
-        if spelling in teacher_ids
-    )
+    student_ids, teacher_ids = student.ids_by_bytes(), teacher.ids_by_bytes()
+    common = student_ids.keys() & teacher_ids.keys()
+    pairs = sorted((student_ids[spelling], teacher_ids[spelling]) for spelling in common)
     matched = [left for left, _ in pairs], [right for _, right in pairs]
     for student_id, teacher_id in _special_pairs(student, teacher):
         if student_id not in matched[0] and teacher_id not in matched[1]:
@@ -716,6 +689,19 @@ def _special_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[i
             continue
         if (student_id in student.stops) == (teacher_id in teacher.stops):
             yield student_id, teacher_id
+
+
+def encode(text: str) -> bytes:
+    """The text's UTF-8 bytes.
+
+    Raises:
+        ValueError: a lone surrogate, which UTF-8 cannot encode.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        rule = f"a text must consist of Unicode characters, got a lone surrogate at character {error.start}"
+        raise ValueError(f"{rule}; decode the data again") from error
 
 
 def compose(text: str) -> str:

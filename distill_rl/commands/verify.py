@@ -110,7 +110,7 @@ def _documents(run: OpenedRun, tokenizer: Any, rows: int) -> list[Encoded]:
     """At most `rows` evenly spaced documents with something to train on, cut at `data.max_length`."""
     config = run.config
     source = open_source(config.data)  # what is held out for validation belongs to the sample, too
-    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind, stops=run.student.stops)
+    tokenization = Tokenization(tokenizer, config.data, format=source.kind, stops=run.student.stops)
     places = sorted({i * len(source) // rows for i in range(rows)}) if len(source) else []
     documents = []
     for place in places:

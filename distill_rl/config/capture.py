@@ -58,16 +58,10 @@ def _student(config: Config, problems: list[str]) -> StudentConfig:
         return config.student
     if len(config.teachers) > 1:
         rule = "several teachers are captured together for the rows of a student"
-        problems.append(
-            problem("student.model", rule, "missing value", "name the student, or capture one teacher at a time")
-        )
-    return replace(
-        config.student,
-        model=teacher.model,
-        tokenizer=teacher.tokenizer,
-        revision=teacher.revision,
-        dtype=teacher.dtype,
-    )
+        remedy = "name the student, or capture one teacher at a time"
+        problems.append(problem("student.model", rule, "missing value", remedy))
+    same = {name: getattr(teacher, name) for name in ("model", "tokenizer", "revision", "dtype")}
+    return replace(config.student, **same)
 
 
 def _storing(config: Config, i: int, out: Path, problems: list[str]) -> TeacherConfig:

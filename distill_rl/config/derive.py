@@ -104,10 +104,8 @@ def warmup_note(schedule: ScheduleConfig, last_step: int | None) -> str | None:
     if last_step is None or configured <= last_step:
         return None
     if schedule.steps is None:
-        clamped = warmup_steps(schedule, last_step)
-        return (
-            f"schedule.warmup_steps is {configured}, but the run ends at step {last_step}: the warm-up takes {clamped}"
-        )
+        short = f"the run ends at step {last_step}: the warm-up takes {warmup_steps(schedule, last_step)}"
+        return f"schedule.warmup_steps is {configured}, but {short}"
     return f"the run ends at step {last_step}, within the warm-up of {configured} steps: it does not reach optimizer.lr"
 
 
@@ -129,12 +127,11 @@ def ring_plan(config: Config) -> RingPlan:
     3. Balance. The number of sub-batches of a batch with a document per row is kept and their rows are evened out, so
        that the last is not much smaller.
     """
-    batch, unit, configured = config.train.global_batch_size, rows_unit(config), config.prefetch.slots
-    needs_whole_batch = config.wants_whole_batch
+    batch, unit, needs_whole_batch = config.train.global_batch_size, rows_unit(config), config.wants_whole_batch
     rows_per_sub_batch, slots = batch, {}
     for teacher in config.running_teachers:
         rows = rows_per_slot(config, teacher)
-        limit = configured
+        limit = config.prefetch.slots
         if limit is None and teacher.export == "logits" and not needs_whole_batch:
             limit = 2 * unit // rows
         slots[teacher.name] = (config.prefetch.depth + 1) * (batch // rows)
@@ -144,10 +141,8 @@ def ring_plan(config: Config) -> RingPlan:
                 rows_per_sub_batch = min(rows_per_sub_batch, max(limit * rows // 2 // unit * unit, unit))
     sub_batches = ceil(batch / rows_per_sub_batch)
     rows_per_sub_batch = ceil(batch / sub_batches / unit) * unit
-    per_sub_batch = {
-        teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in config.running_teachers
-    }
-    return RingPlan(rows_per_sub_batch, slots, per_sub_batch)
+    rows_of = {teacher.name: rows_per_slot(config, teacher) for teacher in config.running_teachers}
+    return RingPlan(rows_per_sub_batch, slots, {name: rows_per_sub_batch // rows for name, rows in rows_of.items()})
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
@@ -165,18 +160,14 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
     teachers = tuple(_teacher_sizes(config, teacher, known, facts) for teacher, known in facts.by_teacher(config))
+    slots = [teacher.bytes_per_slot for teacher in teachers]
     return DerivedSizes(
         micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
         total_steps=steps,
         epochs=_epochs(config, steps, facts.num_documents),
         teachers=teachers,
         world=world(config, facts.gpus, facts.cpus),
-        memory=worker_memory(
-            config,
-            facts,
-            slots=[teacher.bytes_per_slot for teacher in teachers],
-            rings=[teacher.ring_bytes for teacher in teachers],
-        ),
+        memory=worker_memory(config, facts, slots, [teacher.ring_bytes for teacher in teachers]),
         # fp32 weights and two Adam moments
         checkpoint_bytes=12 * facts.student.trained if facts.student else None,
     )

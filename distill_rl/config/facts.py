@@ -77,11 +77,6 @@ class ModelFacts:
         return self.head_dim or self.hidden_size // max(self.num_heads, 1)
 
     @property
-    def query_size(self) -> int:
-        """Features of all queries of a token."""
-        return self.head_size * self.num_heads
-
-    @property
     def key_size(self) -> int:
         """Features of all keys of a token, and of all values."""
         return self.head_size * self.num_key_value_heads
@@ -216,12 +211,9 @@ class Facts:
         """How each running teacher is compared: TOKENS, or the cross-tokenizer loss; UNKNOWN if that is not known yet."""
         found: list[str] = []
         for teacher, known in self.by_teacher(config):
-            if teacher.loss is not None:
-                found.append(teacher.loss)
-            elif known.vocabulary_size is None or self.vocabulary_size is None:
-                found.append(UNKNOWN)
-            else:
-                found.append(known.cross_tokenizer_loss or TOKENS)
+            is_known = None not in (known.vocabulary_size, self.vocabulary_size)
+            by_tokenizers = (known.cross_tokenizer_loss or TOKENS) if is_known else UNKNOWN
+            found.append(teacher.loss or by_tokenizers)
         return found
 
 

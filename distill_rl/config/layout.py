@@ -112,12 +112,9 @@ def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
             found[teacher.name] = text
         elif teacher.origin.engine:
             found[teacher.name] = _engines(config, teacher, gpus)
+    reason = "half the GPUs, at least 1" if config.ray.address is None else "half the GPUs, where the cores suffice"
     if config.aligner.workers is not None:
         reason = "as configured"
-    elif config.ray.address is None:
-        reason = "half the GPUs, at least 1"
-    else:
-        reason = "half the GPUs, where the cores suffice"
     found["aligner"] = f"{_processes(aligners)} ({reason})" if aligners else "none: the driver aligns"
     if config.evaluate.suites:
         every = suites_every(config)

@@ -32,6 +32,7 @@ OF_A_JOB = frozenset({"TMPDIR", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _REFERENCE_OR_ESCAPE = re.compile(_REFERENCE.pattern + r"|\$\\(\\*)\{")
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_UNDERSTOOD = "only ${section.key} and ${oc.env:NAME} are understood"
 _ENV = re.compile(r"oc\.env:\s*(\w+)\s*(?:,(.*))?")
 
 
@@ -67,11 +68,8 @@ def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any
     # A text that is one single reference returns the value with its type, which may be None; otherwise the result is a text, with booleans
     # in lower case.
     if text.count("${") != len(_REFERENCE.findall(text)):
-        raise _Unresolved(
-            "references do not nest and must be closed; only ${section.key} and ${oc.env:NAME} are understood"
-        )
-    only_reference = _REFERENCE.fullmatch(text)
-    if only_reference:  # keeps the type of the value
+        raise _Unresolved(f"references do not nest and must be closed; {_UNDERSTOOD}")
+    if only_reference := _REFERENCE.fullmatch(text):  # keeps the type of the value
         return _reference(only_reference[1].strip(), lookup, seen)
 
     def replacement(match: re.Match[str]) -> str:
@@ -102,11 +100,10 @@ def escape(text: str) -> str:
 
 def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
     """The resolved value of what stands between `${` and `}`: a dotted key, or `oc.env:NAME` with an optional fallback."""
-    environment = _ENV.fullmatch(name)
-    if environment:
+    if environment := _ENV.fullmatch(name):
         return _variable(environment[1], environment[2])
     if not _KEY.fullmatch(name):
-        raise _Unresolved("only ${section.key} and ${oc.env:NAME} are understood")
+        raise _Unresolved(_UNDERSTOOD)
     if name in seen:
         raise _Unresolved(f"the reference goes in a circle ({' -> '.join((*seen, name))})")
     try:
@@ -213,9 +210,8 @@ def _choose_backends(raw: dict[str, Any], findings: Findings) -> None:
         if not isinstance(teacher, dict) or "backend" in teacher:
             continue
         key = f"teachers.{i}"
-        given = [
-            name for name in SECTIONS if name in teacher and not _is_moved(teacher[name], f"{key}.{name}", findings)
-        ]
+        sections = [name for name in SECTIONS if name in teacher]
+        given = [name for name in sections if not _is_moved(teacher[name], f"{key}.{name}", findings)]
         if len(given) > 1:
             remedy = f"leave one of the sections out, or set {key}.backend"
             findings.add(key, "a teacher has one backend", " and ".join(given), remedy)
@@ -250,11 +246,6 @@ def _parse(key: str, text: str) -> Any:
             return None
         if not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
             return text
-    return _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    """The text read as a YAML value; the text itself if it is not valid YAML."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
     except Exception:  # not YAML: taken as text, which the type check rejects if it must
@@ -270,20 +261,17 @@ def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> Non
     node: Any = raw
     for depth, part in enumerate(parts):
         here = ".".join(parts[:depth])
-        last = depth == len(parts) - 1
+        slot: Any = part
         if isinstance(node, list):
-            index = _index(node, part, here, key, findings)
-            if index is None:
+            slot = _index(node, part, here, key, findings)
+            if slot is None:
                 return
-            if index == len(node):
+            if slot == len(node):
                 node.append(None)
-            slot: Any = index
-        elif isinstance(node, dict):
-            slot = part
-        else:
+        elif not isinstance(node, dict):
             findings.add(key, f"{here} is a single value and has no parts", remedy=f"use {here}=...")
             return
-        if last:
+        if depth == len(parts) - 1:
             node[slot] = merge(_get(node, slot), value, kind_at(Config, key)) if isinstance(value, dict) else value
             return
         if _get(node, slot) is None:
@@ -384,13 +372,17 @@ def read_config(
         The configuration (None if a file could not be read) and the problems. A missing value stays `"???"`.
     """
     findings = Findings()
-    raw, name = _read(source, findings)
+    raw: Any = {}
+    if isinstance(source, Mapping):
+        apply_settings(raw, source, findings)
+    else:
+        raw = _in_sections(_read_chain(Path(source), findings, ()), "", findings)
     if raw is None:
         return None, findings
     apply_overrides(raw, overrides, findings)
     apply_settings(raw, settings or {}, findings)
     _choose_backends(raw, findings)
-    _name_run(raw, name)
+    _name_run(raw, UNNAMED if isinstance(source, Mapping) else Path(source).stem)
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
     replace_paths(config, partial(_possible, findings))
@@ -414,15 +406,6 @@ def texts(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[tuple[str
         elif isinstance(node, dict | list):
             inner = node.items() if isinstance(node, dict) else enumerate(node)
             nodes += [(join(key, name), value) for name, value in inner]
-
-
-def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any] | None, str]:
-    """The raw mapping of `read_config`'s source, as of `_read_chain`, and the default of `run.name`."""
-    if not isinstance(source, Mapping):
-        return _in_sections(_read_chain(Path(source), findings, ()), "", findings), Path(source).stem
-    raw: dict[str, Any] = {}
-    apply_settings(raw, source, findings)
-    return raw, UNNAMED
 
 
 def _possible(findings: Findings, key: str, path: str | None) -> str | None:

@@ -249,7 +249,8 @@ def _accumulated(config: Config, model: ModelFacts) -> int:
     # per step, where there is nothing to sum. Documents that are split make more of them.
     parallel = config.student.parallel
     rows_at_once = parallel.dp * config.train.micro_batch_size
-    several = config.train.global_batch_size > rows_at_once or config.may_split_documents
+    splits = any(config.splits_documents(kind) for kind in ("text", "messages"))
+    several = config.train.global_batch_size > rows_at_once or splits
     sharded = parallel.dp * parallel.sp > parallel.replicas
     if not (several and sharded and reduces_once_per_step(config.student, model.trained)):
         return 0
@@ -271,7 +272,7 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     student = config.student
     tp = 1 if model.family in FUSED else student.parallel.tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // (1 if model.experts_per_token else tp)
-    queries, key_value = model.query_size // tp, model.key_size // tp
+    queries, key_value = model.head_size * model.num_heads // tp, model.key_size // tp
     norms = 2 * hidden * (2 * item + 4)
     experts = 2 * hidden * model.experts_per_token
     layer = norms + item * (4 * queries + 3 * key_value + 4 * intermediate + experts)
@@ -314,9 +315,7 @@ def teacher_memory(
         targets: bytes of the ring or slots that the process holds.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
-    intermediate = (
-        model.intermediate_size if model.family in FUSED or model.experts_per_token else model.intermediate_size // tp
-    )
+    intermediate = model.intermediate_size // (1 if model.family in FUSED or model.experts_per_token else tp)
     tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
@@ -412,9 +411,8 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
         model = known.model
         if teacher.export != "hidden" or model is None:
             continue
-        item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
+        columns = ceil(student.vocabulary_columns / config.student.parallel.tp)
         if known.cross_tokenizer_loss is not None:
-            total += model.vocabulary_columns * model.hidden_size * item
-        else:
-            total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
+            columns = model.vocabulary_columns
+        total += columns * model.hidden_size * (ITEM_SIZE[teacher.dtype] if on_gpu else 4)
     return total

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from distill_rl.config.schema import MISSING, Config, StudentConfig, TeacherConfig
-
-_Text = TypeVar("_Text", str, str | None)
 
 
 def absolute(config: Config) -> Config:
@@ -64,15 +62,9 @@ def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
     config.evaluate.suites = [change("evaluate.suites", suite) for suite in config.evaluate.suites]
 
 
-def _absolute(text: _Text) -> _Text:
-    """A path or glob pattern made absolute if it exists or is a pattern; other text, such as a hub id, unchanged."""
-    if not text:
-        return text
-    path = Path(text).expanduser()
-    return str(path.absolute()) if path.exists() or _is_pattern(path) else text  # type: ignore[return-value]
-
-
-def _is_pattern(path: Path) -> bool:
-    """Whether a path is a glob of files (`data/*.parquet`) in an existing folder."""
-    fixed = Path(str(path).partition("*")[0])
-    return "*" in str(path) and (fixed if fixed.is_dir() else fixed.parent).is_dir()
+def _absolute(text: Any) -> Any:
+    """A path, or glob of files (`data/*.parquet`) in a folder, made absolute if it exists; other text, such as a hub id, unchanged."""
+    path = Path(text or "").expanduser()
+    fixed, star, _ = str(path).partition("*")
+    folder = Path(fixed) if Path(fixed).is_dir() else Path(fixed).parent
+    return str(path.absolute()) if text and (path.exists() or (star and folder.is_dir())) else text

@@ -12,21 +12,9 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from distill_rl.config import schema
+from distill_rl.config import schema, walk
 from distill_rl.config.load import ENVIRONMENT
-from distill_rl.config.schema import Config, backends, data, models, slurm
-from distill_rl.config.walk import (
-    FOREIGN,
-    MISSING,
-    as_yaml,
-    default_of,
-    hints,
-    is_mapping,
-    item_kind,
-    leaves,
-    pattern_of,
-    unwrap,
-)
+from distill_rl.config.schema import MISSING, Config, backends, data, models, slurm
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -73,22 +61,20 @@ def reference() -> str:
     documentation = field_documentation()
     parts = [_INTRODUCTION.format(environment=", ".join(f"`{name}`" for name in sorted(ENVIRONMENT)), missing=MISSING)]
     for entry in fields(Config):
-        title = f"{entry.name} (a list)" if item_kind(hints(Config)[entry.name]) else entry.name
+        title = f"{entry.name} (a list)" if walk.item_kind(walk.hints(Config)[entry.name]) else entry.name
         parts.append(_section(title, entry.name, documentation))
-    parts.append(_FOREIGN_INTRODUCTION + "".join(_foreign_row(*row) for row in FOREIGN))
+    parts.append(_FOREIGN_INTRODUCTION)
+    for theirs, ours, remark in walk.FOREIGN:
+        counterpart = f"`{walk.pattern_of(ours)}`" if ours else "–"
+        parts[-1] += f"| `{theirs}` | {counterpart} | {remark} |\n"
     return "\n".join(parts)
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
-    for node in (
-        statement
-        for module in (schema, backends, data, models, slurm)
-        for statement in ast.parse(getsource(module)).body
-    ):
-        if not isinstance(node, ast.ClassDef):
-            continue
+    trees = (ast.parse(getsource(module)) for module in (schema, backends, data, models, slurm))
+    for node in (statement for tree in trees for statement in tree.body if isinstance(statement, ast.ClassDef)):
         for statement, following in zip(node.body, node.body[1:]):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 text = ast.literal_eval(following.value)
@@ -99,12 +85,12 @@ def field_documentation() -> dict[tuple[str, str], str]:
 def _section(title: str, section: str, documentation: dict[tuple[str, str], str]) -> str:
     """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included."""
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, entry, kind in leaves(Config):
+    for key, entry, kind in walk.leaves(Config):
         if key.partition(".")[0] != section:
             continue
         text = documentation[_owner(key), entry.name]
-        default = as_yaml(default_of(entry)) or '""'
-        cells = (f"`{pattern_of(key)}`", _type(kind), f"`{default}`", text)
+        default = walk.as_yaml(walk.default_of(entry)) or '""'
+        cells = (f"`{walk.pattern_of(key)}`", _type(kind), f"`{default}`", text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -113,31 +99,25 @@ def _owner(key: str) -> str:
     """Name of the dataclass of the schema that defines the last part of a dotted key, such as `teachers.0.model`."""
     kind: Any = Config
     for part in key.split(".")[:-1]:
-        kind, _ = unwrap(item_kind(kind) if part.isdecimal() else hints(kind)[part])
+        kind, _ = walk.unwrap(walk.item_kind(kind) if part.isdecimal() else walk.hints(kind)[part])
     return kind.__name__
 
 
 def _type(kind: Any) -> str:
     """The type of a setting in words, as Markdown, with `null` where it is allowed."""
     # That is a number, text, a list, a section, or the choices of a Literal.
-    plain, optional = unwrap(kind)
+    plain, optional = walk.unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))
     elif is_dataclass(plain):
         text = "section"
-    elif is_mapping(plain):
+    elif walk.is_mapping(plain):
         text = "values or lists of values by name"
-    elif item_kind(plain) is not None:
-        text = f"list of {_type(item_kind(plain))}s"
+    elif walk.item_kind(plain) is not None:
+        text = f"list of {_type(walk.item_kind(plain))}s"
     else:
         text = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}[plain]
     return f"{text} or `null`" if optional else text
-
-
-def _foreign_row(foreign_key: str, our_key: str, remark: str) -> str:
-    """One row of the table that maps another framework's keys to ours."""
-    counterpart = f"`{pattern_of(our_key)}`" if our_key else "–"
-    return f"| `{foreign_key}` | {counterpart} | {remark} |\n"
 
 
 if __name__ == "__main__":

@@ -12,16 +12,9 @@ from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, w
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, models
 from distill_rl.config.schema.backends import SECTIONS
 from distill_rl.config.schema.data import data_problems
-from distill_rl.config.schema.models import (
-    adapter_problems,
-    backend_problems,
-    long_row_problems,
-    quantization_problems,
-    routing_problems,
-)
 from distill_rl.config.schema.slurm import slurm_problems
 from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.errors import problem
@@ -48,11 +41,11 @@ def problems(config: Config) -> list[str]:
         *_rings(config),
         *_losses(config),
         *_teachers(config),
-        *routing_problems(config),
-        *backend_problems(config),
-        *long_row_problems(config),
-        *adapter_problems(config),
-        *quantization_problems(config),
+        *models.routing_problems(config),
+        *models.backend_problems(config),
+        *models.long_row_problems(config),
+        *models.adapter_problems(config),
+        *models.quantization_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
@@ -76,10 +69,8 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
     if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
-        lines.append(
-            f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised; loss.kd_weight and "
-            "loss.ce_weight have no effect"
-        )
+        instead = "r KD + CE is minimised; loss.kd_weight and loss.ce_weight have no effect"
+        lines.append(f"loss.dynamic_scale is {config.loss.dynamic_scale}: {instead}")
     lines += acceptance_note(config, facts or Facts())
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
@@ -91,8 +82,7 @@ def _single_values(config: Config) -> Iterator[str]:
     # Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
-            broken = None if value is None else _broken(rule, value)
-            if broken:
+            if value is not None and (broken := _broken(rule, value)):
                 yield problem(key, broken, value if value != "" else "''")
     fraction = config.data.validation.fraction
     if not 0 <= fraction < 1:
@@ -143,8 +133,7 @@ def _batch(config: Config) -> Iterator[str]:
     # reports that.
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
-    for teacher in config.running_teachers:
-        splits.append((f"teacher {teacher.name}", teacher.parallel.dp, config.rows_of(teacher)))
+    splits += [(f"teacher {each.name}", each.parallel.dp, config.rows_of(each)) for each in config.running_teachers]
     if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
         return  # reported by _single_values
     common = lcm(*(dp * size for _, dp, size in splits))
@@ -184,8 +173,10 @@ def _rings(config: Config) -> Iterator[str]:
     """Problems of `prefetch.slots`, one line per running teacher whose ring is too small."""
     # A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss needs it. Nothing
     # without that setting, and nothing if other rules about batch and sizes are broken.
-    slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
-    if slots is None or slots <= 0 or unit is None or batch % unit:
+    slots, batch = config.prefetch.slots, config.train.global_batch_size
+    sizes = [config.student.parallel.dp, config.train.micro_batch_size]
+    sizes += [size for t in config.teachers for size in (t.parallel.dp, config.rows_of(t))]
+    if slots is None or min(slots, *sizes) <= 0 or batch % (unit := rows_unit(config)):
         return  # reported by _single_values and _batch
     least, what = unit, "one micro-batch of every rank"
     if config.wants_whole_batch:
@@ -195,13 +186,6 @@ def _rings(config: Config) -> Iterator[str]:
         if slots * rows < least:
             rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
             yield problem("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
-
-
-def _unit(config: Config) -> int | None:
-    """`derive.rows_unit`, None if a size is not positive."""
-    sizes = [config.student.parallel.dp, config.train.micro_batch_size]
-    sizes += [size for t in config.teachers for size in (t.parallel.dp, config.rows_of(t))]
-    return rows_unit(config) if min(sizes) > 0 else None
 
 
 _LOSS_RANGES = {
@@ -244,7 +228,8 @@ def _teachers(config: Config) -> Iterator[str]:
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
         yield problem("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
-    if config.projection.learnable and "xtoken" not in _losses_named(config):
+    losses = {teacher.loss or config.loss.cross_tokenizer for teacher in config.teachers}
+    if config.projection.learnable and "xtoken" not in losses:
         rule = "trains the projection of the loss xtoken; no teacher uses that loss"
         remedy = "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
         yield problem("projection.learnable", rule, "true", remedy)
@@ -254,12 +239,6 @@ def _teachers(config: Config) -> Iterator[str]:
                 rule = f"must be forward_kl, which the draws of teacher {teacher.name} (export: sampled) estimate"
                 remedy = "set loss.divergence=forward_kl, or another export"
                 yield problem("loss.divergence", rule, config.loss.divergence, remedy)
-
-
-def _losses_named(config: Config) -> set[str]:
-    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer."""
-    # `same` and an empty text may be among them.
-    return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
 
 
 def _aligner(config: Config) -> Iterator[str]:
@@ -332,8 +311,8 @@ def _best(config: Config) -> Iterator[str]:
         return
     # A run that ends before either is due, such as a trial of a recipe, has nothing to compare and is no mistake.
     if max(every, checkpoint.every) <= steps < lcm(every, checkpoint.every):
-        rule = f"no step up to {steps} is a multiple of checkpoint.every {checkpoint.every} and of {every}, where "
-        rule += f"{metric} is measured"
+        multiple = f"a multiple of checkpoint.every {checkpoint.every} and of {every}, where {metric} is measured"
+        rule = f"no step up to {steps} is {multiple}"
         yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, f"set checkpoint.every={every}")
 
 
@@ -382,9 +361,8 @@ def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
     for teacher, method in zip(config.running_teachers, facts.comparisons(config)):
         if method not in (TOKENS, UNKNOWN):
             rule = f"must be 1: teacher {teacher.name} is compared by chunks of text ({method}), which may cross the border between two ranks"
-            yield problem(
-                "student.parallel.sp", rule, sp, "set student.parallel.tp or activation_checkpointing instead"
-            )
+            remedy = "set student.parallel.tp or activation_checkpointing instead"
+            yield problem("student.parallel.sp", rule, sp, remedy)
 
 
 # Settings that have no effect beside the others, of which `distill-rl check` prints a note. They are harmless, but whoever set one
@@ -392,6 +370,11 @@ def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
 
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
+_OF_ALIGNERS = ("aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts")
+_OF_WEIGHTS = ("teachers[].dtype", "teachers[].attention", "teachers[].revision")
+_OF_HUB = ("data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision")
+_OF_THE_BEST = ("checkpoint.keep_best", "checkpoint.best_by")
+_OF_OWN_RAY = ("ray.num_cpus", "ray.dashboard")
 _TEACHERS = (
     "loss.divergence", "loss.beta", "loss.tail", "loss.top_k", "loss.draws", "loss.temperature", "loss.dynamic_scale",
     "loss.cross_tokenizer", "loss.chunk_average", "loss.uncommon_top_k", "loss.gold_relaxed", "loss.alm_tau",
@@ -456,12 +439,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     for section in SECTIONS.values():
         yield from section.no_effect(config)
     if config.teachers and not any(teacher.origin.runs_model for teacher in config.teachers):
-        yield (
-            "the run loads no teacher's model: targets are read from stores, or come from a server",
-            "teachers[].dtype",
-            "teachers[].attention",
-            "teachers[].revision",
-        )
+        yield "the run loads no teacher's model: targets are read from stores, or come from a server", *_OF_WEIGHTS
     if config.capture.format == "exact":
         yield "capture.format is exact", "capture.mass"
     if all(teacher.cache is None for teacher in config.teachers):
@@ -484,14 +462,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
         yield "texts are read (data.format)", "data.messages_key"
     if all(_is_file(path) for path in (*data_paths, data.validation.path) if path):
         yield "a single file has no splits", "data.split", "data.sources[].split"
-    if all(_is_local(path) for path in data_paths):
-        yield (
-            "only data sets of the hub have subsets and revisions",
-            "data.subset",
-            "data.revision",
-            "data.sources[].subset",
-            "data.sources[].revision",
-        )
+    if all("*" in path or Path(path).expanduser().exists() for path in data_paths):
+        yield "only data sets of the hub have subsets and revisions", *_OF_HUB
     if all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in data_paths):
         yield "there are no .txt files", "data.sample_by"
     if len(data.sources) == 1:
@@ -507,12 +479,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.schedule.kind == "constant":
         yield "schedule.kind is constant", "schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"
     if config.aligner.workers == 0:
-        yield (
-            "aligner.workers is 0, so the driver aligns",
-            "aligner.num_gpus",
-            "aligner.deadline_s",
-            "faults.aligner_restarts",
-        )
+        yield "aligner.workers is 0, so the driver aligns", *_OF_ALIGNERS
     if config.aligner.dp.backend != "cuda":
         yield "aligners use a GPU with aligner.dp.backend=cuda only", "aligner.num_gpus"
     if config.faults.spike_window == 0:
@@ -526,19 +493,11 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
     if config.evaluate.engine:
         yield f"{config.evaluate.engine} forms its batches itself", "evaluate.batch_size"
     if config.checkpoint.every == 0:
-        yield (
-            "checkpoint.every is 0, so checkpoints are written at the end of the run only",
-            "checkpoint.keep_best",
-            "checkpoint.best_by",
-        )
+        yield "checkpoint.every is 0, so checkpoints are written at the end of the run only", *_OF_THE_BEST
     if config.checkpoint.keep_best == 0:
         yield "checkpoint.keep_best is 0", "checkpoint.best_by"
     if config.ray.address is not None:
-        yield (
-            "they are settings of a Ray that the run starts, and ray.address joins one",
-            "ray.num_cpus",
-            "ray.dashboard",
-        )
+        yield "they are settings of a Ray that the run starts, and ray.address joins one", *_OF_OWN_RAY
 
 
 _DEFAULTS = {pattern_of(key): default_of(entry) for key, entry, _ in leaves(Config)}
@@ -570,10 +529,6 @@ def _changed(config: Config, pattern: str) -> Iterator[tuple[str, str]]:
 
 def _is_folder(model: str) -> bool:
     return Path(model).expanduser().is_dir()
-
-
-def _is_local(path: str) -> bool:
-    return "*" in path or Path(path).expanduser().exists()
 
 
 def _is_file(path: str) -> bool:

@@ -90,10 +90,9 @@ def decisive(config: Config) -> dict[str, Any]:
             del teacher[key]  # a server may move
         if teacher["missing"] != "skip":  # which documents are trained on
             del teacher["missing"]
-        if teacher["weight_column"] is None:  # an empty `where` has no leaf either
-            del teacher["weight_column"]
-        if teacher["quantization"] is None:
-            del teacher["quantization"]
+        for key in ("weight_column", "quantization"):
+            if teacher[key] is None:  # an empty `where` has no leaf either
+                del teacher[key]
     for key in ("workers", "deadline_s", "fast_ids", "dp"):
         del tree["aligner"][key]
     return dict(flat(tree))

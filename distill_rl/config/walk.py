@@ -14,6 +14,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from math import isfinite
+from operator import attrgetter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -206,13 +207,11 @@ class Findings:
                 nodes += [(join(key, i), entry) for i, entry in enumerate(node.value)]
             elif isinstance(node, yaml.MappingNode):
                 for name, entry in node.value:
-                    if not isinstance(name, yaml.ScalarNode):
-                        continue
                     if name.tag == "tag:yaml.org,2002:merge":
                         nodes.insert(0, (key, entry))  # after the names beside it, which win
-                        continue
-                    inner = join(key, name.value if name.style else yaml.safe_load(name.value))
-                    nodes += [(inner, entry), (f"{inner}:", name)]
+                    elif isinstance(name, yaml.ScalarNode):
+                        inner = join(key, name.value if name.style else yaml.safe_load(name.value))
+                        nodes += [(inner, entry), (f"{inner}:", name)]
 
     def forget(self, path: str) -> None:
         """Drops what `remember` noted of a dotted key and below it, because it has another value now."""
@@ -224,7 +223,8 @@ class Findings:
 
     def shown(self, key: str, value: Any) -> str:
         """A value as the user wrote it, cut to 80 characters."""
-        text = (not isinstance(value, str) and self.written.get(key)) or _shown(value)
+        plain = as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
+        text = (not isinstance(value, str) and self.written.get(key)) or plain
         return text if len(text) <= 80 else text[:77] + "..."
 
     def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
@@ -327,19 +327,12 @@ def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
     sections, _, key = pattern.partition("[].")
     pairs = [(pattern, config, pattern)]
     if key:
-        pairs = [(f"{sections}.{i}.{key}", section, key) for i, section in enumerate(_get(config, sections))]
+        pairs = [(f"{sections}.{i}.{key}", section, key) for i, section in enumerate(attrgetter(sections)(config))]
     for full, node, path in pairs:
         above, _, name = path.rpartition(".")
-        section = _get(node, above) if above else node
+        section = attrgetter(above)(node) if above else node
         if section is not None:
             yield full, getattr(section, name)
-
-
-def _get(node: Any, path: str) -> Any:
-    """The value at a dotted path of attributes."""
-    for part in path.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
@@ -408,7 +401,10 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
         if word in get_args(plain):
             return word
-        return _wrong_choice(plain, value, default, findings, key)
+        near = difflib.get_close_matches(str(value), get_args(plain), n=1)
+        remedy = f"did you mean {near[0]}?" if near else ""
+        findings.add(key, f"must be one of {', '.join(get_args(plain))}", findings.shown(key, value), remedy)
+        return default
     elif isinstance(value, bool) == (plain is bool) and isinstance(value, _ACCEPTED[plain]):
         if plain is not float:
             return value
@@ -433,10 +429,11 @@ def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str
         inner = join(key, name)
         entries = {join(inner, i): one for i, one in enumerate(entry)} if isinstance(entry, list) else {inner: entry}
         old = [_is_old_number(one, findings, place) for place, one in entries.items()]
+        others = (one for one in entries.values() if not isinstance(one, str | bool | int))
         if not isinstance(name, str):
             text = findings.shown(f"{inner}:", name)
             findings.add(inner, "the name must be text", text, f'put it in quotes: "{text}"')
-        elif all(map(_is_single, entries.values())):
+        elif all(isinstance(one, float) and isfinite(one) for one in others):
             if not any(old):
                 found[name] = entry
         else:
@@ -462,19 +459,6 @@ def _is_old_number(value: Any, findings: Findings, key: str) -> bool:
     return False
 
 
-def _is_single(value: Any) -> bool:
-    return isinstance(value, str | bool | int) or (isinstance(value, float) and isfinite(value))
-
-
-def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
-    """Reports a value that is none of a Literal's choices, with the most similar choice, and returns the default."""
-    choices = get_args(kind)
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    remedy = f"did you mean {near[0]}?" if near else ""
-    findings.add(key, f"must be one of {', '.join(choices)}", findings.shown(key, value), remedy)
-    return default
-
-
 def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
     """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist."""
     # The key that was probably meant counts as reported too (`Findings.keys`). `_target_` is reported as a key that names code.
@@ -495,20 +479,16 @@ def _nearest(section: type, key: str, path: str) -> str:
     from distill_rl.config.schema import Config
 
     siblings = [entry.name for entry in fields(section)]
-    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    if match:
+    if match := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
         return join(path, match[0])
     if key in OUR_KEY:
         return OUR_KEY[key]
     by_name = {"path": "data.path"}  # not that of a store, which comes first
-    for name, _, _ in leaves(Config):
+    for name in (*(name for name, _, _ in leaves(Config)), *(entry.name for entry in fields(Config))):
         by_name.setdefault(name.rpartition(".")[2], name)
-    for entry in fields(Config):
-        by_name.setdefault(entry.name, entry.name)
     if key in by_name:
         return by_name[key]
-    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    if match:
+    if match := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
         return join(path, match[0])
     match = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
     return by_name[match[0]] if match else ""
@@ -559,7 +539,3 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _shown(value: Any) -> str:
-    return as_yaml(value) if value is None or isinstance(value, bool) else repr(value)

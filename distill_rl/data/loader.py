@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distill_rl.config.schema import DataConfig
+from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.order import FullOrder, Order
 from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
@@ -36,50 +36,36 @@ class DocumentRows(Protocol):
 class Loader:
     """Iterates over the remaining global batches of a run; every iteration begins again at `start`.
 
-    The run ends after `steps` optimizer steps or after `round(epochs · len(source))` documents (at least one),
-    whichever comes first; `end_at` may let it end earlier. `start.cursor` decides which document comes next and `start.step` the index of the next
+    The run ends after `train.steps` optimizer steps or after `round(train.epochs · len(source))` documents (at least one),
+    whichever comes first, counted from its first attempt on; without either there is no end until `end_at`, which may also
+    let it end earlier. `start.cursor` decides which document comes next and `start.step` the index of the next
     batch, so a run that is resumed with another batch size continues at the same place in the data.
 
+    With `data.bad_rows` "skip", rows that cannot be read or are empty are left out. They keep their places, so batches with
+    such rows have fewer documents, or none. The batch size counts texts before they are joined (`data.concatenate`).
+
     Args:
-        batch_size: documents per global batch.
-        seed: of the order of the documents.
-        steps, epochs: length of the whole run, from its first attempt on; None: not limited by it. Without either there
-            is no end until `end_at`.
+        config: its batch size, seed, length, and how rows are read.
         start: where the run is to continue.
         order: of the documents; None: a permutation of all rows per epoch.
-        skip_bad_rows: leave out rows that cannot be read or are empty. They keep their places, so batches with such
-            rows have fewer documents, or none.
-        joining: how the texts of a batch are joined; None: they are not. The batch size counts them before.
 
     Raises:
         DataError: no rows; a cursor beyond the rows (the data have changed).
     """
 
-    def __init__(
-        self,
-        source: DocumentRows,
-        *,
-        batch_size: int,
-        seed: int,
-        steps: int | None,
-        epochs: float | None,
-        start: TrainState,
-        order: Order | None = None,
-        skip_bad_rows: bool = False,
-        joining: Joining | None = None,
-    ):
-        rows = len(source)
+    def __init__(self, source: DocumentRows, config: Config, start: TrainState, order: Order | None = None):
+        rows, train = len(source), config.train
         if not rows:
             raise DataError("data.path", "at least one row", "an empty data set")
         if not 0 <= start.cursor.position <= rows:
             raise DataError("checkpoint", "the cursor lies inside the data", f"row {start.cursor.position} of {rows}")
-        self._source, self._batch_size, self._start = source, batch_size, start
-        self._order, self._skip, self._joining = order or FullOrder(seed, rows), skip_bad_rows, joining
+        self._source, self._config, self._start = source, config, start
+        self._order = order or FullOrder(config.run.seed, rows)
         self._first = start.cursor.epoch * rows + start.cursor.position
-        self._end = None if epochs is None else max(round(epochs * rows), 1)
-        totals = [ENDLESS if steps is None else steps]
+        self._end = None if train.epochs is None else max(round(train.epochs * rows), 1)
+        totals = [ENDLESS if train.steps is None else train.steps]
         if self._end is not None:
-            totals.append(start.step + -(-max(self._end - self._first, 0) // batch_size))
+            totals.append(start.step + -(-max(self._end - self._first, 0) // train.global_batch_size))
         self.total_steps: int = min(totals)
         """The step at which the run ends, counted from the start of its first attempt."""
 
@@ -99,49 +85,39 @@ class Loader:
         are skipped. Nothing is yielded if the run has already ended.
 
         Raises:
-            DataError: a row that cannot be read, unless `skip_bad_rows`; a file that can no longer be read.
+            DataError: a row that cannot be read, unless `data.bad_rows` is "skip"; a file that can no longer be read.
         """
         position, index = self._first, self._start.step
         while index < self.total_steps:
-            stop = position + self._batch_size
+            stop = position + self._config.train.global_batch_size
             if self._end is not None:
                 stop = min(stop, self._end)
-            indices = map(self._order, range(position, stop))
-            documents, bad = _read(self._source, indices, self._skip, self._joining)
+            documents, bad = _read(self._source, map(self._order, range(position, stop)), self._config.data)
             position = stop
             cursor = Cursor(*divmod(stop, len(self._source)))
             yield DocumentBatch(index=index, documents=documents, cursor=cursor, bad_rows=bad)
             index += 1
 
 
-def validation_batches(
-    source: DocumentRows,
-    batch_size: int,
-    max_documents: int,
-    *,
-    skip_bad_rows: bool = False,
-    joining: Joining | None = None,
-) -> Iterator[DocumentBatch]:
-    """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches from index 0.
+def validation_batches(source: DocumentRows, config: Config) -> Iterator[DocumentBatch]:
+    """Yields the first `data.validation.max_documents` documents in source order, or all if there are fewer, in batches.
 
-    The last batch may be short. Batches are marked with the source "validation".
-
-    Args:
-        skip_bad_rows, joining: as for `Loader`.
+    The last batch may be short; indices are counted from 0. Batches are marked with the source "validation". Rows are read
+    as by `Loader`.
     """
-    end = min(len(source), max_documents)
+    end, batch_size = min(len(source), config.data.validation.max_documents), config.train.global_batch_size
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)
-        documents, bad = _read(source, range(first, stop), skip_bad_rows, joining)
+        documents, bad = _read(source, range(first, stop), config.data)
         cursor = Cursor(0, stop)
         yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
 
 
 def _read(
-    source: DocumentRows, indices: Iterable[int], skip: bool, joining: Joining | None
+    source: DocumentRows, indices: Iterable[int], data: DataConfig
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
-    """The documents at some indices, perhaps joined, and, with `skip`, the rows that could not be read or are empty."""
-    documents, bad = [], []
+    """The documents at some indices, perhaps joined, and, if they are skipped, the rows that could not be read or are empty."""
+    documents, bad, skip, joining = [], [], data.bad_rows == "skip", Joining.of(data)
     for index in indices:
         try:
             document = source[index]

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +68,12 @@ class Routing:
     @classmethod
     def of(cls, config: Config) -> Routing | None:
         """As the settings say; None: all running teachers are asked for all rows."""
-        choices = tuple(
-            RowChoice(
-                f"teachers.{i}",
-                {column: plain_values(wanted) for column, wanted in teacher.where.items()},
-                teacher.weight_column,
-            )
-            if teacher.is_chosen_by_row
-            else None
-            for i, teacher in enumerate(config.running_teachers)
-        )
-        return cls(choices) if any(choices) else None
+        choices: list[RowChoice | None] = []
+        for i, teacher in enumerate(config.running_teachers):
+            where = {column: plain_values(wanted) for column, wanted in teacher.where.items()}
+            choice = RowChoice(f"teachers.{i}", where, teacher.weight_column)
+            choices.append(choice if teacher.is_chosen_by_row else None)
+        return cls(tuple(choices)) if any(choices) else None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -118,31 +114,24 @@ def plain_value(value: Any, what: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, str):
-        is_number = len(value) <= _LONGEST and _NUMBER.fullmatch(value)
-        return _plain_number(json.loads(value)) if is_number else value
+        if len(value) > _LONGEST or not _NUMBER.fullmatch(value):
+            return value
+        value = json.loads(value)
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return _plain_number(value)
+        whole = isinstance(value, int) or value.is_integer()
+        return str(int(value)) if whole else repr(value)
     rule = "text, a number, true or false, by which a teacher is chosen"
     raise DataError(what, rule, f"{type(value).__name__} {str(value)[:40]!r}")
-
-
-def _plain_number(value: int | float) -> str:
-    """The same text for all spellings of a number."""
-    whole = isinstance(value, int) or value.is_integer()
-    return str(int(value)) if whole else repr(value)
 
 
 def _weight(value: Any, what: str) -> float:
     """The number in a `weight_column`, or the text of one, in the precision of fp32."""
     number = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            with np.errstate(over="ignore"):
-                number = float(np.float32(float(value)))
-        except (ValueError, OverflowError):
-            pass
+        with suppress(ValueError, OverflowError), np.errstate(over="ignore"):
+            number = float(np.float32(float(value)))
     if not (math.isfinite(number) and number >= 0):
         found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
         raise DataError(what, "a finite number of 0 or more, the weight of the row for a teacher", found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,8 @@ def beginning(tokenizer: Any, document: Mapping[str, Any], longest: int | None) 
 def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> EncodedText:
     tokenization = Tokenization(
         tokenizer,
+        replace(data, unrendered="warn", stops="none", special_tokens_in_text=False),
         format="messages",
-        loss_on=data.loss_on,
-        max_length=data.max_length,
-        loss_roles=data.loss_roles,
-        unrendered="warn",
-        untaught_stops=True,
     )
     encoded = tokenization.encode_all(document)
     counted = encoded.label_mask.copy()

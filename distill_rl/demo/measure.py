@@ -217,8 +217,7 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
     data = config.data
     _, validation = split_validation(open_source(data), data, config.run.seed)
     assert validation is not None
-    skip, most = data.bad_rows == "skip", data.validation.max_documents
-    batches = validation_batches(validation, most, most, skip_bad_rows=skip)
+    batches = validation_batches(validation, replace(config, data=replace(data, concatenate=False)))
     return [document for batch in batches for document in batch.documents if not empty(document)]
 
 

@@ -350,7 +350,7 @@ def _lengths(
     for tokenizer in tokenizers:
         # What a template leaves out is checked with the chats (`rows.py`).
         read = Tokenization(
-            tokenizer, format=kind, loss_on="all", max_length=config.data.max_length, unrendered="warn"
+            tokenizer, DataConfig(max_length=config.data.max_length, unrendered="warn"), format=kind
         ).encode_all
         columns.append([len(read(document).input_ids) for document in documents])
     return np.array(columns, dtype=np.int64).T

@@ -158,7 +158,7 @@ def check_labels(
     if student.tokenizer is None:
         return
     # What a template leaves out is checked with the chats.
-    tokenization = Tokenization.of(
+    tokenization = Tokenization(
         student.tokenizer, replace(config.data, unrendered="warn"), format=kind, stops=student.stops
     )
     found = len(findings.problems)

@@ -21,7 +21,7 @@ from distill_rl.data.batch.document_aligner import (
     ref_and_tokens,
 )
 from distill_rl.data.batch.tokenization import Tokenization, name_of
-from distill_rl.data.loader import Joining, Loader, validation_batches
+from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files import cached, teacher_identity
@@ -226,26 +226,16 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
 
 def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
-    epochs = config.train.epochs
-    joining, repeated = Joining.of(config.data), config.repeats_documents
+    epochs, repeated = config.train.epochs, config.repeats_documents
     if repeated and (epochs is None or epochs > 1):
         steps = total_steps(config, len(training))
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
     elif epochs is None and config.train.steps is None:  # train.minutes: how many they will be is not known
         epochs = 1.0
-    loader = Loader(
-        training,
-        batch_size=config.train.global_batch_size,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        epochs=epochs,
-        start=TrainState(),
-        order=training.order(config.run.seed, windowed=training.windowed),
-        skip_bad_rows=config.data.bad_rows == "skip",
-        joining=joining,
-    )
+    read = replace(config, train=replace(config.train, epochs=epochs))
+    loader = Loader(training, read, TrainState(), training.order(config.run.seed, windowed=training.windowed))
     documents = chain.from_iterable(batch.documents for batch in loader)
-    return documents if repeated or joining is not None else _once(documents)
+    return documents if repeated or config.data.concatenate else _once(documents)
 
 
 def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -259,14 +249,7 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:
     if validation is None:
         return iter(())
-    batches = validation_batches(
-        validation,
-        config.train.global_batch_size,
-        config.data.validation.max_documents,
-        skip_bad_rows=config.data.bad_rows == "skip",
-        joining=Joining.of(config.data),
-    )
-    return chain.from_iterable(batch.documents for batch in batches)
+    return chain.from_iterable(batch.documents for batch in validation_batches(validation, config))
 
 
 def _look_up(
@@ -322,7 +305,7 @@ def _divider(
     """How a document is divided into pieces, and what the teachers call it; nothing for one that cannot be read."""
     config, student = run.config, run.student
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
-    tokenization = Tokenization.of(student.tokenizer, data, format=run.train.kind, stops=student.stops)
+    tokenization = Tokenization(student.tokenizer, data, format=run.train.kind, stops=student.stops)
     split = config.splits_documents(run.train.kind)
     crossing, lengths = {}, {}
     for i, opened in enumerate(run.teachers):

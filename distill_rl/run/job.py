@@ -15,12 +15,12 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
-from distill_rl.data.loader import Joining, Loader, validation_batches
+from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError
 from distill_rl.models.files import resolve
-from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters
+from distill_rl.run.opened import OpenedRun, OpenedTeacher, with_adapters
 from distill_rl.store.store import SERVED, Manifest, make_store
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
@@ -74,20 +74,13 @@ class Job:
 
     def loader(self, start: TrainState | None = None) -> Loader:
         """The training batches, from `start` on; None: from the first."""
-        return training_batches(self.config, self.train, self.order, start or TrainState())
+        return Loader(self.train, self.config, start or TrainState(), self.order)
 
     def validation_batches(self) -> Iterator[DocumentBatch]:
         """The batches of held-out documents; none without validation data."""
         if self.validation is None:
             return iter(())
-        data = self.config.data
-        return validation_batches(
-            self.validation,
-            self.config.train.global_batch_size,
-            data.validation.max_documents,
-            skip_bad_rows=data.bad_rows == "skip",
-            joining=Joining.of(data),
-        )
+        return validation_batches(self.validation, self.config)
 
 
 def prepare(run: OpenedRun, paths: RunPaths) -> Job:

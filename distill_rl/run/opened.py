@@ -21,7 +21,7 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.batch.tokenization import KnownIds
-from distill_rl.data.loader import Joining, Loader
+from distill_rl.data.loader import Loader
 from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
@@ -34,9 +34,8 @@ from distill_rl.types import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from distill_rl.data.order import Order
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.reading.source import Mixture, Source
+    from distill_rl.data.reading.source import Source
 
 
 @dataclass
@@ -375,7 +374,7 @@ class OpenedRun:
 
     def loader(self) -> Loader:
         """The training batches of a new run, from the first."""
-        return training_batches(self.config, self.train, self.train.order(self.config.run.seed), TrainState())
+        return Loader(self.train, self.config, TrainState(), self.train.order(self.config.run.seed))
 
     def with_models(self, facts: Facts) -> Facts:
         """Facts, with what is known of the models."""
@@ -475,19 +474,3 @@ def with_adapters(config: Config, facts: ModelFacts) -> ModelFacts:
         return facts
     folder = model_files.resolve(config.student.model, config.student.revision)
     return replace(facts, adapters=survey(folder, config.student))
-
-
-def training_batches(config: Config, source: Source | Mixture, order: Order, start: TrainState) -> Loader:
-    """The training batches of a run, from `start` on."""
-    train, data = config.train, config.data
-    return Loader(
-        source,
-        batch_size=train.global_batch_size,
-        seed=config.run.seed,
-        steps=train.steps,
-        epochs=train.epochs,
-        start=start,
-        order=order,
-        skip_bad_rows=data.bad_rows == "skip",
-        joining=Joining.of(data),
-    )

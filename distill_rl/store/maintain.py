@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.errors import StoreError, first_line
-from distill_rl.store.store import (
-    SERVED,
-    TEACHER,
-    Manifest,
-    Shard,
-    Store,
-    StoreWriter,
-    decoded,
-    description_problems,
-    make_store,
-    read_manifest,
-    require_own,
-    require_same,
-    shard_files,
-    unmarked,
-)
+from distill_rl.store import store as stores
+from distill_rl.store.store import Manifest, Shard, Store
 from distill_rl.system.files import replacing
 
 if TYPE_CHECKING:
@@ -51,7 +37,7 @@ def info(folder: Path) -> Iterator[str]:
     manifest, tokens = store.manifest, sum(shard.num_tokens for shard in store.shards)
     revision = f" at {manifest.revision}" if manifest.revision else ""
     weights = f"weights {manifest.weights[:12]}"
-    if manifest.dtype == SERVED:
+    if manifest.dtype == stores.SERVED:
         weights = f"{manifest.weights}, weights not known"
     yield f"teacher    {manifest.model}{revision}, {weights}, tokenizer {manifest.tokenizer[:12]}"
     what = {"topk": f"top {manifest.entries}", "sampled": f"{manifest.entries} draws"}[manifest.kind]
@@ -63,7 +49,7 @@ def info(folder: Path) -> Iterator[str]:
     whole = sum(int((shard.whole & (shard.first == 0)).sum()) for shard in store.shards)
     twice = len(store) - pieces
     yield f"documents  {documents:,} in {len(store):,} pieces, {whole:,} of them whole documents"
-    if note := unmarked(store.shards):
+    if note := stores.unmarked(store.shards):
         yield f"note       {note}"
     if twice:
         yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
@@ -101,7 +87,7 @@ def _retained(store: Store) -> Iterator[str]:
     for place in places:
         shard = int(np.searchsorted(ends, place, "right"))
         record = int(place - (ends[shard - 1] if shard else 0))
-        columns = decoded(store.manifest, store.shards[shard], record)
+        columns = stores.decoded(store.manifest, store.shards[shard], record)
         if "rest_logprob" not in columns:
             return
         masses.append(-np.expm1(np.minimum(columns["rest_logprob"].values.astype(np.float64), 0)))
@@ -126,13 +112,13 @@ def verify(folder: Path) -> tuple[str, list[str]]:
     Raises:
         StoreError: no store, or its manifest is damaged.
     """
-    manifest = read_manifest(folder)
-    problems, records, tokens = [*description_problems(folder, manifest)], 0, 0
-    files, shards = shard_files(folder), []
+    manifest = stores.read_manifest(folder)
+    problems, records, tokens = [*stores.description_problems(folder, manifest)], 0, 0
+    files, shards = stores.shard_files(folder), []
     for path in files:
         try:
             shard = Shard(path)
-            require_own(manifest, [shard])
+            stores.require_own(manifest, [shard])
         except StoreError as error:
             problems += error.problems
             continue
@@ -140,7 +126,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
         shards.append(shard)
         records, tokens = records + len(shard), tokens + shard.num_tokens
     summary = f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches"
-    note = unmarked(shards)
+    note = stores.unmarked(shards)
     return (f"{summary}; {note}" if note else summary), problems
 
 
@@ -148,7 +134,7 @@ def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:
     """Yields records that cannot be decoded although their checksums match, one line each."""
     for i in range(len(shard)):
         try:
-            decoded(manifest, shard, i)
+            stores.decoded(manifest, shard, i)
         except StoreError as error:
             yield from error.problems
 
@@ -161,15 +147,15 @@ def merge(folders: Sequence[Path], out: Path) -> str:
     Raises:
         StoreError: the stores hold different targets, one is damaged, or `out` cannot be written.
     """
-    stores = [Store(folder) for folder in folders]
-    first = stores[0].manifest
-    for store in stores[1:]:
-        require_same(folders[0], store.manifest)
-    make_store(out, first, [folders[0] / TEACHER])
+    opened = [Store(folder) for folder in folders]
+    first = opened[0].manifest
+    for store in opened[1:]:
+        stores.require_same(folders[0], store.manifest)
+    stores.make_store(out, first, [folders[0] / stores.TEACHER])
     target = Store(out)
-    writer = StoreWriter(target, write_every_s=float("inf"))
+    writer = stores.StoreWriter(target, write_every_s=float("inf"))
     copied = skipped = 0
-    for store in stores:
+    for store in opened:
         for shard in store.shards:
             for i in range(len(shard)):
                 piece, tokens = shard.piece(i), shard.tokens(i)
@@ -181,7 +167,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                 writer.flush_if_due()
                 copied += 1
     writer.flush()
-    note = unmarked([shard for store in stores for shard in store.shards])
+    note = stores.unmarked([shard for store in opened for shard in store.shards])
     return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already" + (f"; {note}" if note else "")
 
 
@@ -201,9 +187,8 @@ def export(folder: Path, out: Path) -> str:
             for number, shard in enumerate(store.shards):
                 _write_parquet(store.manifest, shard, new / f"{number:05}.parquet")
     except OSError as error:
-        raise StoreError(
-            f"{out}", "must be writable", first_line(error), "free some space or choose another folder"
-        ) from error
+        remedy = "free some space or choose another folder"
+        raise StoreError(f"{out}", "must be writable", first_line(error), remedy) from error
     tokens = sum(shard.num_tokens for shard in store.shards)
     return f"exported   {len(store):,} pieces, {tokens:,} tokens to {len(store.shards):,} Parquet files in {out}"
 
@@ -234,7 +219,7 @@ def _parquet_row(manifest: Manifest, shard: Shard, record: int) -> dict[str, Any
         "whole": piece.whole,
         "tokens": shard.tokens(record),
     }
-    for name, column in decoded(manifest, shard, record).items():
+    for name, column in stores.decoded(manifest, shard, record).items():
         is_bfloat16 = column.dtype == "BF16"
         row[name] = (column.values.astype(np.int32) << 16).view(np.float32) if is_bfloat16 else column.values
     return row

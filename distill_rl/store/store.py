@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,7 @@ import psutil
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import StoreError, first_line
-from distill_rl.system.files import (
-    allow_open_files,
-    close_folder,
-    ownership_problems,
-    sha256,
-    sync,
-    write_atomic,
-    write_json,
-)
+from distill_rl.system import files
 from distill_rl.types import NAME_BYTES, PieceRef
 
 # The manifest: what a store says of itself.
@@ -138,9 +131,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Makes a store in a folder that holds none. The files that describe the teacher must be in it (`describe_teacher`)."""
     (folder / SHARDS).mkdir(parents=True, exist_ok=True)
     value = asdict(manifest) | {"version": VERSION}
-    write_json(folder / FILE, value | {"checksum": _checksum(value)})
+    files.write_json(folder / FILE, value | {"checksum": _checksum(value)})
     for path in (folder, folder / SHARDS, folder / FILE):  # a store that others may write to is not read
-        close_folder(path)
+        files.close_folder(path)
 
 
 def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
@@ -161,9 +154,8 @@ def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
         except OSError as error:
             raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error
     require_same(folder, manifest)
-    with suppress(
-        OSError
-    ):  # also that of a process that was killed; who comes later finds the store, and does not need it
+    with suppress(OSError):
+        # Also that of a process that was killed; who comes later finds the store, and does not need it.
         (folder / _LOCK).unlink(missing_ok=True)
 
 
@@ -201,8 +193,8 @@ def describe_teacher(folder: Path, sources: list[Path]) -> dict[str, str]:
         for pattern in DESCRIPTION:
             for file in sorted(source.glob(pattern)):
                 if file.is_file() and not file.name.endswith(".index.json"):
-                    write_atomic(target / file.name, file.read_bytes())
-    return {file.name: sha256(file) for file in sorted(target.iterdir()) if not file.name.startswith(".")}
+                    files.write_atomic(target / file.name, file.read_bytes())
+    return {file.name: files.sha256(file) for file in sorted(target.iterdir()) if not file.name.startswith(".")}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -239,7 +231,7 @@ def description_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yields the files that describe the teacher and are missing or changed, one line each."""
     for name, expected in manifest.files.items():
         file = folder / TEACHER / name
-        found = sha256(file) if file.is_file() else "no file"
+        found = files.sha256(file) if file.is_file() else "no file"
         if found != expected:
             remedy = "copy it again from where the store was made"
             rule = f"must have the sha256 {expected[:12]}… of the manifest"
@@ -350,10 +342,7 @@ def _safetensors(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mappin
 
 
 def _index_checksum(index: Mapping[str, np.ndarray]) -> int:
-    checksum = 0
-    for name in _INDEX:
-        checksum = crc32(np.ascontiguousarray(index[name]).tobytes(), checksum)
-    return checksum
+    return crc32(b"".join(index[name].tobytes() for name in _INDEX))
 
 
 def _identity(metadata: Mapping[str, str]) -> dict[str, Any] | None:
@@ -436,9 +425,8 @@ class Shard:
 
     def piece(self, i: int) -> PieceRef:
         """What record `i` is of."""
-        return PieceRef(
-            self.names[i].tobytes(), int(self.first[i]), int(self.prefix[i]), int(self.length[i]), bool(self.whole[i])
-        )
+        first, prefix, length = (int(numbers[i]) for numbers in (self.first, self.prefix, self.length))
+        return PieceRef(self.names[i].tobytes(), first, prefix, length, bool(self.whole[i]))
 
     def tokens(self, i: int) -> np.ndarray:
         """int32 [length]: the tokens of record `i`, read-only.
@@ -454,9 +442,8 @@ class Shard:
         Raises:
             StoreError: the record is damaged.
         """
-        return {
-            name: Column(self._tensors[name].dtype, self._of_record(name, i)) for name in self.columns if name != TOKENS
-        }
+        names = (name for name in self.columns if name != TOKENS)
+        return {name: Column(self._tensors[name].dtype, self._of_record(name, i)) for name in names}
 
     def column_bytes(self) -> dict[str, int]:
         """Bytes of every column, and of the index under `index`."""
@@ -510,14 +497,12 @@ class Shard:
             raise self._damaged("its header is damaged", (8, start)) from None
         if size < needed:
             raise self._damaged(f"cut off: {size:,} of {needed:,} bytes", (size, needed))
-        return {
-            name: _Tensor(dtype, self._view(dtype, start + begin, end - begin).reshape(shape), start + begin)
-            for name, (dtype, shape, (begin, end)) in tensors.items()
-        }, metadata
-
-    def _view(self, dtype: str, begin: int, num_bytes: int) -> np.ndarray:
-        kind = np.dtype(_DTYPES[dtype])
-        return np.frombuffer(self._map, kind, num_bytes // kind.itemsize, begin)
+        found = {}
+        for name, (dtype, shape, (begin, _)) in tensors.items():
+            count = int(np.prod(shape, dtype=np.int64))
+            values = np.frombuffer(self._map, _DTYPES[dtype], count, start + begin)
+            found[name] = _Tensor(dtype, values.reshape(shape), start + begin)
+        return found, metadata
 
     def _check_shapes(self, index: Mapping[str, np.ndarray]) -> None:
         """Raises ValueError if the sizes of index and columns do not fit together."""
@@ -614,15 +599,16 @@ class Store:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         places = [place for place in (folder / FILE, folder / SHARDS) if place.exists()]
-        if problem := next((problem for place in places for problem in ownership_problems(place)), None):
+        if problem := next((problem for place in places for problem in files.ownership_problems(place)), None):
             rule = "only this user and root may own or change a store"
             raise StoreError(f"{folder}", rule, problem, "copy it to a folder of your own: cp -r")
-        files = shard_files(folder)
-        allow_open_files(len(files))
-        self.shards = [Shard(path) for path in files]
+        paths = shard_files(folder)
+        files.allow_open_files(len(paths))
+        self.shards = [Shard(path) for path in paths]
         require_own(self.manifest, self.shards)
         self._index()
-        self._last: tuple[Path, int, dict[str, Column]] | None = None
+        # The last record is kept, since the pieces of a document mostly follow each other.
+        self._decoded = lru_cache(maxsize=1)(partial(decoded, self.manifest))
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
@@ -640,7 +626,7 @@ class Store:
         """
         require_own(self.manifest, [shard])
         self.shards.append(shard)
-        allow_open_files(len(self.shards))
+        files.allow_open_files(len(self.shards))
         for i in range(len(shard)):
             self._added.setdefault(shard.names[i].tobytes(), []).append((len(self.shards) - 1, i))
 
@@ -712,12 +698,6 @@ class Store:
         stop = found.start + found.count
         columns = self._decoded(found.shard, found.record)
         return {name: Column(column.dtype, column.values[found.start : stop]) for name, column in columns.items()}
-
-    def _decoded(self, shard: Shard, record: int) -> dict[str, Column]:
-        """The targets of a record. The last one is kept, since the pieces of a document mostly follow each other."""
-        if self._last is None or self._last[:2] != (shard.path, record):
-            self._last = shard.path, record, decoded(self.manifest, shard, record)
-        return self._last[2]
 
     def _index(self) -> None:
         """Sorts the names of all shards by their first eight bytes; further shards are kept in a dictionary."""
@@ -820,8 +800,7 @@ class StoreWriter:
 
     def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
         """Whether a piece with these tokens, or a longer one from the same place on, is waiting to be written."""
-        drafts = [self._draft, *([self._begun[0]] if self._begun is not None else [])]
-        return any(draft.holds(piece, tokens) for draft in drafts)
+        return self._draft.holds(piece, tokens) or (self._begun is not None and self._begun[0].holds(piece, tokens))
 
     def flush_if_due(self) -> None:
         """Begins a shard of what is waiting if that is much, or the last one was begun `write_every_s` seconds ago.
@@ -882,12 +861,12 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     """Writes a shard under a name that tells its process, flushes it to disk, and renames it."""
     temporary = path.with_name(f".{owner}.{path.name}")
     try:
-        with open(temporary, "xb", opener=_open_private) as file:
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        sync(path.parent)
+        files.sync(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -896,10 +875,6 @@ def _write(path: Path, content: bytes, owner: str) -> None:
             rule, remedy = f"a shard of {len(content):,} bytes must fit on the disk", "free some space"
         remedy += " and start again: what was written before is kept"
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)
 
 
 def remove_abandoned(folder: Path) -> None:

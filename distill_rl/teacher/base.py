@@ -46,11 +46,9 @@ class PromptScorer(Protocol):
         Raises:
             DistillError: the scores cannot be had.
         """
-        ...
 
     def close(self) -> None:
         """Ends what the scorer has started."""
-        ...
 
 
 class TeacherBackend(Protocol):
@@ -78,15 +76,12 @@ class TeacherBackend(Protocol):
         Raises:
             DistillError: the targets cannot be had.
         """
-        ...
 
     def unused_targets(self, positions: int) -> dict[str, Tensor]:
         """A valid target for each of some positions, which nothing reads, in the form in which `forward` yields targets."""
-        ...
 
     def close(self) -> None:
         """Ends what the backend has started; does nothing the second time."""
-        ...
 
 
 def token_of(teacher: TeacherConfig) -> str | None:

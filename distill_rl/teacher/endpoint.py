@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing.pool import ThreadPool
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -184,9 +184,8 @@ class Client:
             pool = kind(parts.hostname or "", parts.port, maxsize=self.teacher.endpoint.concurrency, **options)
             pool.ConnectionCls = _TlsConnection if secure else _Connection
         except (LocationParseError, ValueError) as error:
-            raise ConfigError(
-                f"teacher {self.teacher.name}", "must have an address of a server", first_line(error)
-            ) from error
+            rule = "must have an address of a server"
+            raise ConfigError(f"teacher {self.teacher.name}", rule, first_line(error)) from error
         return Server(url, pool, parts.path.rstrip("/"), in_text(url))
 
     def post(self, path: str, body: bytes, read: Callable[[Server, bytes], _Read], *, limit: int) -> _Read:
@@ -220,11 +219,6 @@ class Client:
                     self._is_down(server, failure)
                     if errors >= _SERVER_ERRORS:
                         raise self._no_answer(f"{last} ({errors} times)") from None
-
-    def verify_again(self) -> None:
-        """Makes `verify` look at every server before its next request."""
-        for server in self.servers:
-            server.verified = False
 
     def close(self) -> None:
         """Ends all waiting, and closes the connections that are not in use; does nothing the second time."""
@@ -304,10 +298,8 @@ class Client:
             WorkerError: the answer is longer than `limit` bytes.
         """
         headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
-        timeout = urllib3.Timeout(
-            total=self.teacher.endpoint.request_timeout_s,
-            connect=min(CONNECT_S, self.teacher.endpoint.request_timeout_s),
-        )
+        most_s = self.teacher.endpoint.request_timeout_s
+        timeout = urllib3.Timeout(total=most_s, connect=min(CONNECT_S, most_s))
         try:
             response = server.pool.urlopen(
                 method, server.prefix + path, body, headers, redirect=False, timeout=timeout,
@@ -329,9 +321,8 @@ class Client:
             remedy = "name the variable with its token in teachers[].endpoint.token_env"
         elif response.status == 404:
             remedy = "see teachers[].model, url and api"
-        refused = Refused(
-            f"teacher {self.teacher.name}, {server.shown}", f"answers with status {response.status}", text, remedy
-        )
+        what = f"teacher {self.teacher.name}, {server.shown}"
+        refused = Refused(what, f"answers with status {response.status}", text, remedy)
         refused.status, refused.text = response.status, text
         raise refused
 
@@ -342,10 +333,8 @@ class Client:
             while part := response.read1(_CHUNK):
                 body += part
                 if len(body) > limit:
-                    rule = f"an answer may have {limit:,} bytes"
-                    raise WorkerError(
-                        f"teacher {self.teacher.name}, {server.shown}", rule, "more", "see teachers[].endpoint.api"
-                    )
+                    what, rule = f"teacher {self.teacher.name}, {server.shown}", f"an answer may have {limit:,} bytes"
+                    raise WorkerError(what, rule, "more", "see teachers[].endpoint.api")
         except BaseException:
             response.close()
             raise
@@ -433,15 +422,14 @@ def scores_of(
     if len(counts) != rows:
         raise WrongAnswer("the server", f"must answer for {rows} positions", len(counts))
     most = k if next_logprobs is not None else k + 1
-    if ((counts < k) | (counts > most)).any():
-        wrong = counts[(counts < k) | (counts > most)][0]
+    if (wrong := counts[(counts < k) | (counts > most)]).size:
         remedy = "see whether the server limits log-probs, or drops some"
-        raise WrongAnswer("the server", f"must give {k} log-probs per token (loss.top_k)", int(wrong), remedy)
+        raise WrongAnswer("the server", f"must give {k} log-probs per token (loss.top_k)", int(wrong[0]), remedy)
     table, values = _table(ids, logprobs, counts, most)
     if next_logprobs is None:
         is_next = table == following[:, None]
-        if not is_next.any(1).all():
-            raise _other_tokens(int(np.flatnonzero(~is_next.any(1))[0]) + 1)
+        if (lacking := np.flatnonzero(~is_next.any(1))).size:
+            raise _other_tokens(int(lacking[0]) + 1)
         next_logprobs = values[is_next]
         extra = is_next & (counts > k)[:, None]
         left_out = np.where(counts > k, next_logprobs, -np.inf)
@@ -455,18 +443,15 @@ def scores_of(
         raise WrongAnswer("the server", "must give the most likely tokens; one that it left out is more likely")
     absent = values <= ABSENT
     table[absent], values[absent] = -1, -np.inf
-    return Scores(
-        table.astype(np.int32),
-        np.minimum(values, 0).astype(np.float32),
-        np.minimum(next_logprobs, 0).astype(np.float32),
-    )
+    logprobs, next_logprobs = (np.minimum(each, 0).astype(np.float32) for each in (values, next_logprobs))
+    return Scores(table.astype(np.int32), logprobs, next_logprobs)
 
 
 def _table(ids: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probs by position, int64 and fp64 [L − 1, most]; −1 and −inf behind the entries of a position."""
     _require_logprobs(logprobs)
-    if (impossible := (ids < 0) | (ids > np.iinfo(np.int32).max)).any():
-        raise WrongAnswer("the server", "must give ids of tokens", int(ids[impossible][0]))
+    if (impossible := ids[(ids < 0) | (ids > np.iinfo(np.int32).max)]).size:
+        raise WrongAnswer("the server", "must give ids of tokens", int(impossible[0]))
     there = np.arange(most) < counts[:, None]
     table = np.full((len(counts), most), -1, np.int64)
     values = np.full((len(counts), most), -np.inf)
@@ -489,22 +474,9 @@ def require_prompt(prompt: np.ndarray, echoed: np.ndarray) -> None:
         raise _other_tokens(int(differs[0]))
 
 
-def require_model(expected: str, found: str) -> None:
-    """Compares the name of the model in an answer.
-
-    Raises:
-        WrongAnswer: it is another one.
-    """
-    if found != expected:
-        rule = f"must serve {expected} (teachers[].model)"
-        raise WrongAnswer("the server", rule, found, "another model may have been started at this address")
-
-
 def _other_tokens(position: int) -> WrongAnswer:
-    rule = "must score the tokens that it was sent"
-    return WrongAnswer(
-        "the server", rule, f"another one at position {position}", "see teachers[].endpoint.api and tokenizer"
-    )
+    rule, remedy = "must score the tokens that it was sent", "see teachers[].endpoint.api and tokenizer"
+    return WrongAnswer("the server", rule, f"another one at position {position}", remedy)
 
 
 def _require_logprobs(values: np.ndarray) -> None:
@@ -536,7 +508,6 @@ class Dialect(Protocol):
         Args:
             changes: sampling parameters, which must not change log-probs; for the probe.
         """
-        ...
 
     def scores(self, body: bytes, model: str, prompt: np.ndarray, k: int) -> Scores:
         """Reads an answer.
@@ -546,7 +517,16 @@ class Dialect(Protocol):
             WrongAnswer: it is not about this prompt and model, or has another form.
             NumericsError: it has log-probs that are none.
         """
-        ...
+
+
+_Choice = TypeVar("_Choice")
+
+
+class _Completion(msgspec.Struct, Generic[_Choice]):
+    """An answer of /v1/completions."""
+
+    model: str
+    choices: list[_Choice]
 
 
 class _VllmEntry(msgspec.Struct):
@@ -556,11 +536,6 @@ class _VllmEntry(msgspec.Struct):
 class _VllmChoice(msgspec.Struct):
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, _VllmEntry] | None]
-
-
-class _VllmAnswer(msgspec.Struct):
-    model: str
-    choices: list[_VllmChoice]
 
 
 class Vllm:
@@ -576,9 +551,7 @@ class Vllm:
         return msgspec.json.encode(asked | _PLAIN | changes)
 
     def scores(self, body: bytes, model: str, prompt: np.ndarray, k: int) -> Scores:
-        answer = _decoded(_VllmAnswer, body)
-        require_model(model, answer.model)
-        choice = _only(answer.choices)
+        choice = _choice(_decoded(_Completion[_VllmChoice], body), model)
         require_prompt(prompt, np.array(choice.prompt_token_ids))
         positions = _after_first(choice.prompt_logprobs)
         counts, total = _counts(positions)
@@ -637,11 +610,6 @@ class _OpenAiChoice(msgspec.Struct):
     logprobs: _OpenAiLogprobs
 
 
-class _OpenAiAnswer(msgspec.Struct):
-    model: str
-    choices: list[_OpenAiChoice]
-
-
 class OpenAi:
     """OpenAI's /v1/completions with `echo`, as far as a server gives tokens as `token_id:N`: texts are ambiguous.
 
@@ -655,10 +623,7 @@ class OpenAi:
         return msgspec.json.encode(asked | {"return_tokens_as_token_ids": True} | _PLAIN | changes)
 
     def scores(self, body: bytes, model: str, prompt: np.ndarray, k: int) -> Scores:
-        answer = _decoded(_OpenAiAnswer, body)
-        require_model(model, answer.model)
-        logprobs = _only(answer.choices).logprobs
-        length = len(prompt)
+        logprobs, length = _choice(_decoded(_Completion[_OpenAiChoice], body), model).logprobs, len(prompt)
         if not length <= len(logprobs.tokens) <= length + 1:
             rule = f"must give log-probs of the prompt's {length} tokens (echo)"
             raise WrongAnswer("the server", rule, len(logprobs.tokens), "use api: vllm or sglang for such a server")
@@ -695,9 +660,8 @@ def models_of(body: bytes) -> list[ModelCard]:
     try:
         return msgspec.json.decode(body, type=_Models).data
     except msgspec.MsgspecError as error:
-        raise WrongAnswer(
-            "/v1/models", "must list the server's models", str(error), "see teachers[].endpoint.url"
-        ) from None
+        remedy = "see teachers[].endpoint.url"
+        raise WrongAnswer("/v1/models", "must list the server's models", str(error), remedy) from None
 
 
 def _decoded(kind: Any, body: bytes) -> Any:
@@ -720,11 +684,14 @@ def _not_a_number(found: str) -> NumericsError:
     return NumericsError("the server", "log-probs must be numbers", found, "see the server's log and weights")
 
 
-def _only(choices: list[Any]) -> Any:
-    """The one choice of an answer."""
-    if len(choices) != 1:
-        raise WrongAnswer("the server", "must answer with one choice", len(choices))
-    return choices[0]
+def _choice(answer: _Completion[Any], model: str) -> Any:
+    """The one choice of an answer, which must be of this model."""
+    if answer.model != model:
+        rule = f"must serve {model} (teachers[].model)"
+        raise WrongAnswer("the server", rule, answer.model, "another model may have been started at this address")
+    if len(answer.choices) != 1:
+        raise WrongAnswer("the server", "must answer with one choice", len(answer.choices))
+    return answer.choices[0]
 
 
 def _after_first(positions: Sequence[Any]) -> list[Any]:
@@ -792,8 +759,8 @@ class EndpointScorer:
             WorkerError: no server answers within `teachers[].endpoint.retry_s`, one refuses, or an answer is wrong.
             NumericsError: an answer has log-probs that are none.
         """
-        if not self._dialect.names_model:  # another one may have been started since the last batch
-            self.client.verify_again()
+        for server in () if self._dialect.names_model else self.client.servers:
+            server.verified = False  # another model may have been started since the last batch
         if self._pool is None:
             self._pool = ThreadPool(self._teacher.endpoint.concurrency * len(self._teacher.endpoint.url))
         abandoned = threading.Event()
@@ -924,11 +891,8 @@ def probe(
         k: loss.top_k.
         length: most tokens of a prompt of the run.
     """
-    limited = replace(
-        teacher.endpoint,
-        request_timeout_s=min(teacher.endpoint.request_timeout_s, _REQUEST_S),
-        retry_s=min(teacher.endpoint.retry_s, _RETRY_S),
-    )
+    request_s, retry_s = min(teacher.endpoint.request_timeout_s, _REQUEST_S), min(teacher.endpoint.retry_s, _RETRY_S)
+    limited = replace(teacher.endpoint, request_timeout_s=request_s, retry_s=retry_s)
     probed = Probed()
     scorer = EndpointScorer(replace(teacher, endpoint=limited), token)
     try:
@@ -1000,18 +964,15 @@ def _server_problems(
     except Down as error:
         yield problem(f"{key}.endpoint.url", f"{server.shown} must score prompts", str(error), "see the server's log")
         return
-    except NumericsError as error:
-        yield problem(f"{key}.endpoint.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
-        return
     except DistillError as error:
-        yield problem(f"{key}.endpoint.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        what = "url" if isinstance(error, NumericsError) else "api"
+        yield problem(f"{key}.endpoint.{what}", f"{server.shown}: {error.rule}", error.value, error.remedy)
         return
     change = float(np.abs(plain.next_logprobs - changed.next_logprobs).mean())
     if not change <= _CHANGED:
         rule = f"{server.shown} must give the model's own log-probs; with other sampling parameters they change"
-        yield problem(
-            f"{key}.endpoint.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts"
-        )
+        remedy = "use a server that gives raw log-probs of prompts"
+        yield problem(f"{key}.endpoint.url", rule, f"by {change:.3g} nats", remedy)
     mass = np.exp(plain.logprobs.astype(np.float64)).sum(1)
     if (mass > 1 + MASS_TOLERANCE).any():
         rule = f"{server.shown}: the probabilities of the top k must not exceed 1 together"

@@ -78,15 +78,6 @@ class TargetHead:
     backend: Backend | None = None
     """`eager`, or None: kernels where they work."""
 
-    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields slices of the rows of `hidden`, [N, H], in order, and their logits with padded columns at −inf.
-
-        The caller must drop a chunk's logits before it asks for the next chunk.
-        """
-        for start in range(0, hidden.shape[0], self.chunk):
-            rows = slice(start, start + self.chunk)
-            yield rows, mask_padded_columns(self.logits(hidden[rows]), self.vocabulary_size)
-
 
 def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) -> TopKLogprobs:
     """Returns per token the k largest log-probabilities, that of all other tokens together, and the label's.
@@ -174,9 +165,11 @@ def hidden_targets(
 def _by_chunk(
     hidden: Tensor, head: TargetHead, compute: Callable[[Tensor, slice], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What `compute` makes of the logits of each chunk and its rows, for all rows of `hidden`."""
+    """What `compute` makes of the logits of each chunk, padded columns at −inf, and its rows, for all rows of `hidden`."""
     whole: dict[str, Tensor] = {}
-    for rows, logits in head.chunks(hidden):
+    for start in range(0, hidden.shape[0], head.chunk):
+        rows = slice(start, start + head.chunk)
+        logits = mask_padded_columns(head.logits(hidden[rows]), head.vocabulary_size)
         for name, part in compute(logits, rows).items():
             if name not in whole:  # concatenating parts at the end would need twice the memory
                 whole[name] = part.new_empty(hidden.shape[0], *part.shape[1:])
@@ -294,8 +287,7 @@ class TeacherEngine:
         if teacher.origin.engine or not teacher.origin.runs_model:
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
-        self.config, self.teacher = config, teacher
-        self.world = world
+        self.config, self.teacher, self.world = config, teacher, world
         self.micro_batch_size = config.rows_of(teacher)
         self.wire_dtype = wire_dtype(teacher, world.device)
         self.model = load_model(teacher, world, packing=config.data.packing, longest=config.length_of(teacher))
@@ -343,10 +335,8 @@ class TeacherEngine:
             total += score_of(self.teacher.score, target, entropies, labels, temperature, chunk)
             parts = target.to_tensors(self.wire_dtype)
             whole = {name: gather_positions(part, num_rows, world) for name, part in parts.items()}
-            yield (
-                Layout(first_row, num_rows, width),
-                {name: tensor for name, tensor in whole.items() if tensor is not None},
-            )
+            tensors = {name: tensor for name, tensor in whole.items() if tensor is not None}
+            yield Layout(first_row, num_rows, width), tensors
         if self.teacher.score == "static":
             self.score = 0.0
             return
@@ -356,9 +346,8 @@ class TeacherEngine:
 
     def unused_targets(self, positions: int) -> dict[str, Tensor]:
         """As of `TeacherBackend`."""
-        return unused_targets(
-            self.teacher.export, positions, self._entries, self._dtype, vocabulary_size=self.head.vocabulary_size
-        )
+        kind, size = self.teacher.export, self.head.vocabulary_size
+        return unused_targets(kind, positions, self._entries, self._dtype, vocabulary_size=size)
 
     def close(self) -> None:
         """Does nothing: the process that holds the model ends."""

@@ -16,7 +16,6 @@ NaN, and no distribution has a mass above one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,15 +34,6 @@ from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
 _LEAST_REST = 2.0**-24
 """The smallest mass of the rest: a sum of fp32 numbers near one does not tell a smaller complement from zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptPlace:
-    """Where a prompt's targets belong."""
-
-    micro_batch: int
-    start: int
-    """Its first position, counted over the rows of the micro-batch one after the other."""
 
 
 class ScoredTeacher:
@@ -78,15 +68,15 @@ class ScoredTeacher:
         places, prompts = _prompts_of([rows for _, rows in waiting])
         # A valid target at every position, which those that no prompt has keep.
         targets = [unused_targets("topk", rows.input_ids.size, self._k, torch.float32) for _, rows in waiting]
-        missing = np.bincount([place.micro_batch for place in places], minlength=len(waiting))
+        missing = np.bincount([micro_batch for micro_batch, _ in places], minlength=len(waiting))
         answers = iter(self.scorer.score(prompts, self._k)) if prompts else iter(())
         total = 0.0
         for i, (first_row, rows) in enumerate(waiting):
             while missing[i]:
                 prompt, scores = next(answers)
-                place = places[prompt]
-                self._write(targets[place.micro_batch], place.start, scores)
-                missing[place.micro_batch] -= 1
+                micro_batch, start = places[prompt]
+                self._write(targets[micro_batch], start, scores)
+                missing[micro_batch] -= 1
             target = TopKLogprobs.from_tensors(targets[i], 1.0)
             if self.teacher.score != "static":
                 labels = torch.from_numpy(rows.labels.astype(np.int64)).flatten()
@@ -118,8 +108,11 @@ class ScoredTeacher:
             targets[name].numpy()[start : start + len(ids)] = column
 
 
-def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[_PromptPlace], list[np.ndarray]]:
-    """The documents that have labels, each up to its last labelled token, and where they are."""
+def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+    """Where the documents that have labels are, and their tokens, each up to its last labelled one.
+
+    A place is the micro-batch and the first position, counted over the rows of the micro-batch one after the other.
+    """
     places, prompts = [], []
     for i, rows in enumerate(micro_batches):
         width = rows.shape[1]
@@ -128,7 +121,7 @@ def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[_PromptPlace],
             for start, stop in zip(starts, [*starts[1:], width]):
                 labelled = np.flatnonzero(rows.labels[row, start:stop] != IGNORE_INDEX)
                 if len(labelled):
-                    places.append(_PromptPlace(i, row * width + int(start)))
+                    places.append((i, row * width + int(start)))
                     prompts.append(rows.input_ids[row, start : start + labelled[-1] + 2])
     return places, prompts
 

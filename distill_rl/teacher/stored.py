@@ -44,13 +44,7 @@ from distill_rl.teacher.engine import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
 
-_NAMES = {
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+_NAMES = {torch.int16: "I16", torch.int32: "I32", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """dtypes of targets → as safetensors names them."""
 
 
@@ -72,9 +66,8 @@ class PieceInRows:
     @property
     def what(self) -> str:
         """For messages."""
-        return (
-            f"document {self.piece.name.hex()}, tokens {self.piece.first:,} to {self.piece.first + self.piece.length:,}"
-        )
+        first, length = self.piece.first, self.piece.length
+        return f"document {self.piece.name.hex()}, tokens {first:,} to {first + length:,}"
 
 
 @dataclass(slots=True)
@@ -149,9 +142,8 @@ class StoredTeacher:
         divided = self._divide(batch)
         apart = self._compute_apart(divided, batch)
         for micro_batch in divided:
-            tensors = (
-                self._compute(micro_batch, batch.index) if micro_batch.is_missing else self._read(micro_batch, apart)
-            )
+            is_read = not micro_batch.is_missing
+            tensors = self._read(micro_batch, apart) if is_read else self._compute(micro_batch, batch.index)
             if self.teacher.score != "static" and tensors:
                 target = target_of(tensors, self.config.loss.temperature)
                 assert target.label_logprob is not None
@@ -278,7 +270,10 @@ class StoredTeacher:
                 if self._has(part):  # it is twice in the batch
                     continue
                 targets = {name: tensor[part.place] for name, tensor in on_host.items()}
-                self._require_numbers(part, targets)
+                for name, tensor in targets.items():
+                    if tensor.is_floating_point() and tensor.isnan().any():
+                        teacher, remedy = self.teacher.name, "try teachers[].dtype=fp32, or look for damaged weights"
+                        raise NumericsError(f"teacher {teacher}", f"{name} must not be NaN", part.what, remedy)
                 self.writer.add(part.piece, part.tokens, {name: _column(tensor) for name, tensor in targets.items()})
             self.writer.flush_if_due()
         return tensors
@@ -314,13 +309,6 @@ class StoredTeacher:
                 found[next(place)] = {name: tensor[part.place].clone() for name, tensor in tensors.items()}
         yield from found
 
-    def _require_numbers(self, part: PieceInRows, targets: Mapping[str, Tensor]) -> None:
-        """Raises NumericsError if a target of a piece that is to be stored is NaN."""
-        for name, tensor in targets.items():
-            if tensor.is_floating_point() and tensor.isnan().any():
-                remedy = "try teachers[].dtype=fp32, or look for damaged weights"
-                raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
-
     def _read(self, micro_batch: StoredMicroBatch, apart: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The targets of the positions of a micro-batch, on the CPU; empty on a rank that does not report. Collective."""
         computed = [(part.start, next(apart)) for part in micro_batch.missing]
@@ -332,18 +320,14 @@ class StoredTeacher:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             for part in micro_batch.stored:
                 found = self._find(part)
-                _write(self._targets(found), tensors, part.start + found.skip)
+                targets = {name: _tensor(column) for name, column in self.store.targets(found).items()}
+                if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
+                    targets = _cut_to_k(targets, self._entries)  # loss.top_k is less than that of the store
+                _write(targets, tensors, part.start + found.skip)
         for start, targets in computed:
             for name, values in targets.items():  # a model that writes nothing may send another dtype than the store's
                 tensors[name] = tensors[name].to(values.dtype)
             _write(targets, tensors, start)
-        return tensors
-
-    def _targets(self, found: Found) -> dict[str, Tensor]:
-        """What the store has of a piece; a smaller `loss.top_k` than the store's is cut from it."""
-        tensors = {name: _tensor(column) for name, column in self.store.targets(found).items()}
-        if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
-            tensors = _cut_to_k(tensors, self._entries)
         return tensors
 
     def unused_targets(self, positions: int) -> dict[str, Tensor]:
@@ -364,13 +348,9 @@ def _write(targets: Mapping[str, Tensor], into: Mapping[str, Tensor], start: int
 
 def _cut_to_k(tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     """Top-k targets with the first `k` entries; the probability of the others is added to the rest."""
-    dropped = tensors["logprobs"][:, k:].float()
-    rest = torch.logsumexp(torch.cat([dropped, tensors["rest_logprob"][:, None]], dim=1), dim=1)
-    return tensors | {
-        "ids": tensors["ids"][:, :k],
-        "logprobs": tensors["logprobs"][:, :k],
-        "rest_logprob": rest,
-    }
+    ids, logprobs = tensors["ids"], tensors["logprobs"]
+    rest = torch.logsumexp(torch.cat([logprobs[:, k:].float(), tensors["rest_logprob"][:, None]], dim=1), dim=1)
+    return tensors | {"ids": ids[:, :k], "logprobs": logprobs[:, :k], "rest_logprob": rest}
 
 
 def _column(tensor: Tensor) -> Column:

@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[str, float]:
         windowed: whether the order was one of shuffled blocks.
     """
     start = time.perf_counter()
-    from distill_rl.config.schema import DataConfig
+    from distill_rl.config.schema import Config, DataConfig, TrainConfig
     from distill_rl.data.loader import Loader
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.reading.sources import open_source
@@ -58,8 +58,8 @@ def read(folder: Path) -> dict[str, float]:
     before = _peak_mib()
     source = open_source(DataConfig(path=str(folder)), cache=Cache(write=False))
     _ = source.fingerprint
-    loader = Loader(source, batch_size=256, seed=0, steps=None, epochs=1, start=TrainState(), order=source.order(0))
-    batches = iter(loader)
+    config = Config(train=TrainConfig(global_batch_size=256, epochs=1))
+    batches = iter(Loader(source, config, TrainState(), source.order(0)))
     seen = np.zeros(len(source), dtype=np.int8)
     np.add.at(seen, list(next(batches).row_numbers), 1)
     started, cpu = time.perf_counter() - start, time.process_time()

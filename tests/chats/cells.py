@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.data.reading.layouts import VARIABLES
 from distill_rl.errors import DataError
@@ -109,12 +110,14 @@ def tokenization_of(tokenizer: Any, template: Template, unrendered: Literal["fai
     stops = (*template.ends, *([] if template.no_stop else [template.stop]))
     return Tokenization(
         tokenizer,
+        DataConfig(
+            loss_on="assistant",
+            max_length=100_000,
+            unrendered=unrendered,
+            stops="none" if template.stop not in added and not template.no_stop else "required",
+        ),
         format="messages",
-        loss_on="assistant",
-        max_length=100_000,
-        unrendered=unrendered,
         stops=[added[stop] for stop in stops if stop in added],
-        untaught_stops=template.stop not in added and not template.no_stop,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distill_rl.align.projection import cached_projection, load_projection
-from distill_rl.config.schema import AlignerConfig, Config, LossConfig
+from distill_rl.config.schema import AlignerConfig, Config, DataConfig, LossConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -77,7 +77,7 @@ def build(
     texts = [row["text"] for row in corpus_rows(DOCUMENTS, seed=2)]
     short = [" ".join(text.split()[: 1 + i % 4]) for i, text in enumerate(texts)]
     documents = tuple({"row": i, "text": texts[i] if i % 4 == 0 else short[i]} for i in range(DOCUMENTS))
-    tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
+    tokenization = Tokenization(student, DataConfig(max_length=40), format="text")
     _, ours, theirs = BatchBuilder(tokenization, plan, teachers).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.align.projection import cached_projection
-from distill_rl.config.schema import AlignerConfig, LossConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig, LossConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -66,7 +66,7 @@ def build(
     if only is None:
         documents = [document | {WEIGHTS: WEIGHTS_OF[document["row"] % len(WEIGHTS_OF)]} for document in documents]
     plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(dp, 4),) * 2, WIDTH, packing, pad_id=7)
-    tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
+    tokenization = Tokenization(student, DataConfig(max_length=WIDTH), format="text")
     builder = BatchBuilder(tokenization, plan, [None, other])
     _, ours, theirs = builder.build(DocumentBatch(0, tuple(documents), Cursor()))
     return ours, theirs, [WEIGHTS_OF[i % len(WEIGHTS_OF)] for i in kept]

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
 from distill_rl.scaling.shape import Shape
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
+from tests.helpers.rows import laid_out
 
 VOCABULARY = 320
 """Ids in use."""
@@ -121,7 +122,7 @@ def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index:
     Raises:
         ValueError: with packing, a document that is too long.
     """
-    rows = lay_out(
+    rows = laid_out(
         texts, BatchPlan(BatchSharding(1, 2), (), max_length, packing, pad_id=5, on_gpu=torch.cuda.is_available())
     )
     return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))

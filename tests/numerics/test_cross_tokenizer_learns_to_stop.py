@@ -9,7 +9,7 @@ import torch
 
 from distill_rl.align import Alignment
 from distill_rl.align.projection import cached_projection
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -36,7 +36,7 @@ def world():
 def build() -> tuple[RankBatch, RankBatch]:
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
     plan = BatchPlan(BatchSharding(1, 6), (BatchSharding(1, 6),), 32, packing=False, pad_id=7)
-    tokenization = Tokenization(student, format="text", loss_on="all", max_length=32)
+    tokenization = Tokenization(student, DataConfig(max_length=32), format="text")
     documents = tuple({"row": row, "text": text} for row, text in enumerate(TEXTS))
     teachers = [CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())]
     _, (ours,), ((theirs,),) = BatchBuilder(tokenization, plan, teachers).build(DocumentBatch(0, documents, Cursor()))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distill_rl.data.loader import Loader
 from distill_rl.data.order import random_order
 from distill_rl.types import Cursor, TrainState
+from tests.helpers.loading import loading
 
 rows = st.integers(1, 40)
 seeds = st.integers(0, 2**63 - 1)
@@ -37,7 +38,7 @@ class Numbers:
 
 def loader(rows: int, seed: int, batch_size: int, length: tuple, start: TrainState = TrainState()) -> Loader:  # noqa: B008
     steps, epochs = length
-    return Loader(Numbers(rows), batch_size=batch_size, seed=seed, steps=steps, epochs=epochs, start=start)
+    return Loader(Numbers(rows), loading(batch_size, seed=seed, steps=steps, epochs=epochs), start)
 
 
 def flat(batches: list) -> list[int]:

@@ -16,6 +16,7 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, dea
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models.forward import micro_batches
 from distill_rl.types import IGNORE_INDEX, TokenRows
+from tests.helpers.rows import laid_out
 
 MAX_LENGTH = 24
 PAD = 0
@@ -138,7 +139,7 @@ def test_dealing_by_length_balances_the_ranks(lengths, group, ranks):
 @given(documents(), plans())
 @settings(max_examples=200, deadline=None)
 def test_documents_appear_once_and_labels_stay_inside(encoded, plan):
-    real = [segment for segment in segments(lay_out(encoded, plan)) if segment[0][0] != PAD]
+    real = [segment for segment in segments(laid_out(encoded, plan)) if segment[0][0] != PAD]
     by_first = {ids[0]: (ids, labels, positions) for ids, labels, positions in real}
     assert len(real) == len(by_first) == sum(len(document.input_ids) > 0 for document in encoded)
     for document in encoded:
@@ -155,7 +156,7 @@ def test_documents_appear_once_and_labels_stay_inside(encoded, plan):
 @given(documents(), plans())
 @settings(max_examples=100, deadline=None)
 def test_padding_continues_the_last_document_unlabelled(encoded, plan):
-    rows = lay_out(encoded, plan)
+    rows = laid_out(encoded, plan)
     assert rows.shape[0] % plan.row_multiple == 0
     assert rows.shape[1] == row_width(
         max((np.flatnonzero(ids != PAD).max(initial=-1) + 1 for ids in rows.input_ids), default=0), on_gpu=plan.on_gpu
@@ -174,4 +175,4 @@ def test_padding_continues_the_last_document_unlabelled(encoded, plan):
 @given(documents(), plans(packing=True), plans(packing=False))
 @settings(max_examples=100, deadline=None)
 def test_packed_and_padded_rows_train_on_the_same(encoded, packed, padded):
-    assert trained_on(lay_out(encoded, packed)) == trained_on(lay_out(encoded, padded))
+    assert trained_on(laid_out(encoded, packed)) == trained_on(laid_out(encoded, padded))

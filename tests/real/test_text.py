@@ -68,7 +68,7 @@ def test_bits_per_byte_of_a_trial(folder: Path, tmp_path: Path) -> None:
 
 def labelled(tokenizer: Any, messages: list[dict[str, Any]], **more: Any) -> list[str]:
     """The runs of tokens that are trained on, in words."""
-    reader = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=4096)
+    reader = Tokenization(tokenizer, DataConfig(loss_on="assistant", max_length=4096), format="messages")
     encoded = reader.encode_all({"row": 0, "messages": messages, **more})
     marked = zip(encoded.label_mask.tolist(), encoded.input_ids.tolist())
     return [tokenizer.decode([token for _, token in run]) for on, run in groupby(marked, lambda pair: pair[0]) if on]

@@ -46,9 +46,8 @@ class ByteStrings:
 
     def take(self, chosen: np.ndarray) -> ByteStrings:
         """The strings at these indices, in that order; they share `flat` with this object."""
-        return ByteStrings(
-            self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen], self.widths[chosen]
-        )
+        taken = (array[chosen] for array in (self.starts, self.lengths, self.inner, self.widths))
+        return ByteStrings(self.flat, *taken)
 
     def joined(self) -> np.ndarray:
         """uint8: all strings, one after another."""
@@ -107,9 +106,8 @@ class CanonicalTables:
 
     def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
         """Both sides' canonical tokens for these ids, int64; equal strings have equal ids across the two sides."""
-        return _intern(
-            _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
-        )
+        sides = (self.student, student_ids), (self.teacher, teacher_ids)
+        return _intern(*(_canonical(vocabulary, ids, self.fold) for vocabulary, ids in sides))
 
     def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
         """The canonical tokens of both sides of a window, one per given id and in that order.
@@ -123,10 +121,9 @@ class CanonicalTables:
         student_ids, teacher_ids = _in_table(student_ids, self.student), _in_table(teacher_ids, self.teacher)
         if self._tables is not None:
             return self._tables[0].take(student_ids), self._tables[1].take(teacher_ids)
-        student_unique, student_inverse = np.unique(student_ids, return_inverse=True)
-        teacher_unique, teacher_inverse = np.unique(teacher_ids, return_inverse=True)
-        student, teacher = self._tabulate(student_unique, teacher_unique)
-        return student.take(student_inverse), teacher.take(teacher_inverse)
+        unique, inverse = zip(*(np.unique(ids, return_inverse=True) for ids in (student_ids, teacher_ids)))
+        student, teacher = self._tabulate(*unique)
+        return student.take(inverse[0]), teacher.take(inverse[1])
 
 
 def _in_table(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
@@ -182,9 +179,8 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
             with suppress(UnicodeDecodeError):
                 texts.append(spelling.decode())
         for step, unfolded in ((_nfkc, str), (_strip_accents, _nfd), (str.lower, str)):
-            if step not in steps and all(
-                step(text) == unfolded(text) for text in texts if not text.isascii() or step is str.lower
-            ):
+            affected = (text for text in texts if not text.isascii() or step is str.lower)
+            if step not in steps and all(step(text) == unfolded(text) for text in affected):
                 steps.append(step)
     # Accents before case: İ lower-cased first would leave a combining dot behind.
     steps.sort(key=(_nfkc, _strip_accents, str.lower).index)
@@ -288,18 +284,14 @@ def _joins(side: CanonicalTokens) -> np.ndarray:
     # 0 where there is no such join: too few tokens before, one that spells nothing, or a later one that may not
     # continue a join.
     result = np.zeros((len(side), MAX_JOIN), np.uint64)
-    exists = side.ids != NONE
-    joined = side.hashes
-    result[exists, 0] = _not_zero(joined[exists])
+    exists, joined = side.ids != NONE, side.hashes
+    one = np.uint64(1)  # in place of a hash of 0, which means that there is no join
+    result[exists, 0] = np.maximum(joined[exists], one)
     for size in range(1, MAX_JOIN):
         joined = joined[:-1] * side.powers[size:] + side.hashes[size:]
         exists = exists[:-1] & side.strings.inner[size:] & (side.ids[size:] != NONE)
-        result[size:][exists, size] = _not_zero(joined[exists])
+        result[size:][exists, size] = np.maximum(joined[exists], one)
     return result
-
-
-def _not_zero(hashes: np.ndarray) -> np.ndarray:
-    return np.maximum(hashes, np.uint64(1))
 
 
 def _expected_paths(rows: CanonicalTokens, columns: CanonicalTokens, band: int) -> list[np.ndarray]:
@@ -380,6 +372,8 @@ def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no
 
 Solution = tuple[np.ndarray, np.ndarray, int]
 """Row marks int32 [n], column marks int32 [m] and the number of chunks, as of `trace_back`"""
+Solve = Callable[[list[WindowProblem]], list[Solution]]
+"""A backend: the best alignment of each problem within its strip, in order."""
 
 
 def solve_each(
@@ -423,10 +417,7 @@ def _fill(problem: WindowProblem) -> np.ndarray:
 
         def before(rows: int, columns: int, i: int = i, first: int = first, last: int = last) -> np.ndarray:
             """S[i − rows, j − columns] for all j of this row."""
-            return scores[
-                (i - rows) % (MAX_JOIN + 1),
-                MAX_JOIN + first - columns : MAX_JOIN + last - columns,
-            ]
+            return scores[(i - rows) % (MAX_JOIN + 1), MAX_JOIN + first - columns : MAX_JOIN + last - columns]
 
         row_id, joins = problem.row_ids[i - 1], problem.row_joins[i - 1]
         equal = (column_ids[first:last] == row_id) & (row_id != NONE)

@@ -37,16 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distill_rl.align.alignment import chunk_bounds, keep_chunks
-from distill_rl.align.dp.problem import (
-    CanonicalTables,
-    CanonicalTokens,
-    Solution,
-    WindowProblem,
-    make_problems,
-    score_of,
-    solve_in_numpy,
-)
-from distill_rl.align.ids import same_spelling
+from distill_rl.align.dp.problem import CanonicalTables, CanonicalTokens, Solve, make_problems, score_of
+from distill_rl.align.ids import IdPair, same_spelling
 from distill_rl.align.vocabulary import Vocabulary
 
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
@@ -79,10 +71,9 @@ def missing_for_cuda() -> Missing | None:
     from numba.cuda.cudadrv import nvvm
 
     if not nvvm.is_available():
-        has_numba_cuda = getattr(cuda, "implementation", "") == "NVIDIA"
-        why = (
-            "numba-cuda is installed without it" if has_numba_cuda else "numba-cuda, which brings it, is not installed"
-        )
+        why = "numba-cuda, which brings it, is not installed"
+        if getattr(cuda, "implementation", "") == "NVIDIA":
+            why = "numba-cuda is installed without it"
         return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
     rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
     return Missing(rule, "set aligner.dp.backend=numba")
@@ -100,13 +91,10 @@ REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
 
 Sides = tuple[CanonicalTokens, CanonicalTokens]
-Chunked = tuple[np.ndarray, np.ndarray]
-"""Chunk indices of the rows and of the columns, −1 for none"""
-
 _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
-def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
+def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> IdPair:
     """Chunk indices int32 [n], int32 [m], in the order of the text.
 
     Without chunks that pair two different occurrences of the same string. What remains is renumbered from 0; −1 for a
@@ -125,7 +113,7 @@ def keep_in_place(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray,
     return chunks
 
 
-def _in_place(sides: Sides, chunks: Chunked, count: int, spaces: bool) -> np.ndarray:
+def _in_place(sides: Sides, chunks: IdPair, count: int, spaces: bool) -> np.ndarray:
     """bool [count]: False for a chunk that pairs two different occurrences of the same string."""
     # The score rewards any pair of equal tokens, so a repeated word, or a repeated byte of divided characters, may be
     # paired with the wrong occurrence where the two sides cut the text differently.
@@ -174,12 +162,8 @@ BACKENDS = ("numba", "numpy", "cuda")
 
 
 def align_windows(
-    windows: Sequence[tuple[np.ndarray, np.ndarray]],
-    tables: CanonicalTables,
-    *,
-    backend: str = "numba",
-    band: int = 64,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    windows: Sequence[IdPair], tables: CanonicalTables, *, backend: str = "numba", band: int = 64
+) -> list[IdPair]:
     """Chunk indices of each window's tokens, in order; "cuda" solves the windows in parallel on the device.
 
     Args:
@@ -213,7 +197,7 @@ def align_windows(
     return results
 
 
-def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
+def load_backend(name: str) -> Solve:
     """The function that solves problems with this backend; its module is imported on this call.
 
     It takes a list of `WindowProblem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
@@ -226,8 +210,8 @@ def load_backend(name: str) -> Callable[[list[WindowProblem]], list[Solution]]:
         ValueError: an unknown name; "cuda" where it cannot run (`missing_for_cuda`).
     """
     if name == "numpy":
-        return solve_in_numpy
-    if name == "numba":
+        from distill_rl.align.dp.problem import solve_in_numpy as solve
+    elif name == "numba":
         from distill_rl.align.dp.compiled import solve
     elif name == "cuda":
         if missing := missing_for_cuda():
@@ -250,8 +234,6 @@ def _orient(student: CanonicalTokens, teacher: CanonicalTokens) -> tuple[Canonic
 
 
 # The dynamic programme as the aligner uses it: window by window, or for many rows at once.
-
-IdPair = tuple[np.ndarray, np.ndarray]
 
 
 class WindowSolver:

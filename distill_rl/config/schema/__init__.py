@@ -10,19 +10,16 @@ from math import lcm
 from typing import Literal, Optional
 
 from distill_rl.config.schema.backends import VllmConfig
-from distill_rl.config.schema.data import DataConfig as DataConfig
+from distill_rl.config.schema.data import DataConfig
 from distill_rl.config.schema.data import SourceConfig as SourceConfig
 from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
 from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
 from distill_rl.config.schema.fields import MISSING as MISSING
-from distill_rl.config.schema.models import Attention as Attention
-from distill_rl.config.schema.models import CrossTokenizerLoss as CrossTokenizerLoss
+from distill_rl.config.schema.models import CrossTokenizerLoss, StudentConfig, TeacherConfig
 from distill_rl.config.schema.models import LoraConfig as LoraConfig
 from distill_rl.config.schema.models import ParallelConfig as ParallelConfig
-from distill_rl.config.schema.models import StudentConfig as StudentConfig
-from distill_rl.config.schema.models import TeacherConfig as TeacherConfig
 from distill_rl.config.schema.models import TeacherLoss as TeacherLoss
-from distill_rl.config.schema.slurm import SlurmConfig as SlurmConfig
+from distill_rl.config.schema.slurm import SlurmConfig
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -362,11 +359,6 @@ class Config:
         if self.data.long_documents == "auto":
             return kind == "text" and not self.wants_whole_batch
         return self.data.long_documents == "split"
-
-    @property
-    def may_split_documents(self) -> bool:
-        """Whether documents of some kind are split."""
-        return any(self.splits_documents(kind) for kind in ("text", "messages"))
 
     @property
     def width_divisor(self) -> int:

@@ -156,10 +156,7 @@ class VllmConfig(Origin):
 
     def of_run(self, teacher: TeacherConfig, config: Config) -> Iterator[str]:
         if config.loss.temperature != 1:
-            rule = (
-                f"must be 1: vLLM gives the log-probs of teacher {teacher.name} at temperature 1, and those of a top k "
-            )
-            rule += "do not say what they are at another one"
+            rule = f"must be 1: vLLM gives the log-probs of teacher {teacher.name} at temperature 1, and those of a top k do not say what they are at another one"
             yield problem("loss.temperature", rule, config.loss.temperature, "set it to 1, or the backend to hf")
         if config.transport == "cuda_ipc":
             rule = f"cuda_ipc shares GPU memory, and the targets of teacher {teacher.name} (backend vllm) are in host memory"

@@ -120,10 +120,7 @@ def data_problems(config: Config) -> Iterator[str]:
         yield problem("data.loss_roles", "must be names of roles", data.loss_roles, "[] lets data.loss_on decide")
     if data.long_documents == "split":
         if config.wants_whole_batch:
-            rule = (
-                "pieces make a batch of any number of rows; loss.dynamic_scale and teachers[].score need all of a batch "
-                "at once"
-            )
+            rule = "pieces make a batch of any number of rows; loss.dynamic_scale and teachers[].score need all of a batch at once"
             yield problem("data.long_documents", rule, "split", "use data.long_documents=cut")
         if data.max_length == 1:
             yield problem("data.max_length", "a piece of a document has 2 tokens or more", 1, "raise it")

@@ -90,16 +90,13 @@ class StudentConfig:
 
     origin: ClassVar = Origin()
     """A student is trained by this package."""
+    may_be_quantized: ClassVar = False
+    """A student is trained from weights that are not quantised."""
 
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained in place of the weights."""
         return self.lora is not None
-
-    @property
-    def may_be_quantized(self) -> bool:
-        """Never: a student is trained from weights that are not quantised."""
-        return False
 
 
 @dataclass

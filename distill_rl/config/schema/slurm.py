@@ -96,9 +96,8 @@ def slurm_problems(slurm: SlurmConfig) -> Iterator[str]:
     texts += [(f"{name}.{i}", line) for name in ("setup", "extra") for i, line in enumerate(getattr(slurm, name))]
     for name, text in texts:
         if isinstance(text, str) and (not text.strip() or not text.isprintable()):
-            yield problem(
-                f"slurm.{name}", "must be one line of text", repr(text), "write a list of lines" if "." in name else ""
-            )
+            remedy = "write a list of lines" if "." in name else ""
+            yield problem(f"slurm.{name}", "must be one line of text", repr(text), remedy)
         elif isinstance(text, str) and name in OPTIONS and ("\\" in text or '"' in text):
             yield problem(f"slurm.{name}", "must have neither backslashes nor double quotes, for #SBATCH lines", text)
     for name in ("mem", "mem_per_cpu"):
@@ -133,10 +132,7 @@ def seconds(limit: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if found is None:
         return None
-    days, *rest = found.groups()
-    first, second, third = (None if part is None else int(part) for part in rest)
-    if days is not None:  # D-H[:M[:S]]
-        return ((int(days) * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:  # H:M:S
-        return ((first or 0) * 60 + (second or 0)) * 60 + third
-    return (first or 0) * 60 + (second or 0)  # M[:S]
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    if found[1] is None and found[4] is None:  # M[:S]
+        return first * 60 + second
+    return ((days * 24 + first) * 60 + second) * 60 + third  # H:M:S, or D-H[:M[:S]]

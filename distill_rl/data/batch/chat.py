@@ -167,12 +167,9 @@ def render_document(
     if of_turns and wanted:
         found = _assistant_turns(tokenizer, write, messages, whole)
         if found is None:
-            raise DataError(
-                f"row {row}",
-                "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}",
-                "a template that rewrites earlier turns",
-                "use data.loss_on=all or a template with {% generation %} blocks",
-            )
+            rule = "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}"
+            remedy = "use data.loss_on=all or a template with {% generation %} blocks"
+            raise DataError(f"row {row}", rule, "a template that rewrites earlier turns", remedy)
         turns = found
     whole += closing_stop(write, messages, whole, stops)
     turns = with_stops(whole, turns, stops)
@@ -395,18 +392,14 @@ def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) ->
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        behind = next(
-            (k for k in range(i + 1, len(messages)) if messages[k]["role"] not in ("tool", "assistant")),
-            len(messages),
-        )
+        others = (k for k in range(i + 1, len(messages)) if messages[k]["role"] not in ("tool", "assistant"))
+        behind = next(others, len(messages))
         begun = write([*messages[:i], mark, *messages[behind:]])
         same = len(commonprefix([whole, begun]))  # noqa: RUF071 (character by character is intended)
         earlier = spans[-1][1] if spans else 0
         # Without a prompt, white space before an answer is what the model says.
-        start, base = len(whole[:same].rstrip()), whole.rfind(header, earlier, same) if header else -1
-        if header:
-            start = same
-        if base >= 0:
+        start, base = same if header else len(whole[:same].rstrip()), whole.rfind(header, earlier, same)
+        if header and base >= 0:
             start = base + len(opening if whole.startswith(opening, base) else header)
         for exchanged in _exchanged(message):
             other = write([*messages[:i], exchanged, *messages[i + 1 :]])

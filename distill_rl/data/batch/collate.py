@@ -110,8 +110,7 @@ class BatchPlan:
 
         So targets have the width of the rows that they are for, whoever's micro-batch these are in.
         """
-        sizes = (sharding.micro_batch_size for sharding in (self.student, *self.teachers))
-        return math.lcm(*sizes)
+        return math.lcm(*(sharding.micro_batch_size for sharding in (self.student, *self.teachers)))
 
 
 def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
@@ -154,19 +153,6 @@ def arrange_lengths(
     lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
     """As `arrange`, for documents of which only the lengths are known, int64 [documents, sides]."""
-    rows = _in_order(lengths, capacities, plan, kinds)
-    if plan.packing:
-        return rows
-    fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
-    of_rows = [fill[row[0]] if row else -1 for row in rows]  # those that only fill the batch come last
-    order = deal_by_length(of_rows, plan.rows_per_width, plan.student.dp, plan.rows_per_sub_batch)
-    return [rows[i] for i in order]
-
-
-def _in_order(
-    lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
-) -> list[list[int]]:
-    """`arrange` without changing the order of rows that hold one document."""
     rows = [[i] for i in range(len(lengths))]
     if plan.packing:
         members: dict[Hashable, list[int]] = {}
@@ -175,14 +161,17 @@ def _in_order(
         rows = [[same[i] for i in row] for same in members.values() for row in first_fit(lengths[same], capacities)]
         rows.sort()  # by their first documents: rows of all kinds are spread over the batch, and no rank has most of one
     num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
-    return rows + [[] for _ in range(num_rows - len(rows))]
+    rows += [[] for _ in range(num_rows - len(rows))]
+    if plan.packing:
+        return rows
+    fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
+    of_rows = [fill[row[0]] if row else -1 for row in rows]  # those that only fill the batch come last
+    order = deal_by_length(of_rows, plan.rows_per_width, plan.student.dp, plan.rows_per_sub_batch)
+    return [rows[i] for i in order]
 
 
 def lay_out(
-    encoded: Sequence[Encoded],
-    plan: BatchPlan,
-    members: Sequence[Sequence[int]] | None = None,
-    pad_id: int | None = None,
+    encoded: Sequence[Encoded], plan: BatchPlan, members: Sequence[Sequence[int]], pad_id: int | None = None
 ) -> TokenRows:
     """Lays documents out as rows [R, S].
 
@@ -195,17 +184,10 @@ def lay_out(
 
     Args:
         encoded: the documents; empty ones are allowed.
-        members: the documents of each row, from `arrange`; None: as `arrange` would for this side alone, but in the
-            order of the documents, and all rows have one width.
+        members: the documents of each row, from `arrange`.
         pad_id: None: the plan's, which is the student's.
-
-    Raises:
-        ValueError: without `members` but with packing, a document longer than `plan.max_length`.
     """
     lengths = [len(document.input_ids) for document in encoded]
-    one_width = members is None
-    if members is None:
-        members = _in_order(np.array(lengths, dtype=np.int64)[:, None], [plan.max_length], plan)
     fill = [sum(lengths[i] for i in row) for row in members]
     width = plan.width(max(fill))
     shape = (len(members), width)
@@ -225,7 +207,7 @@ def lay_out(
             labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
     used = np.array(fill, dtype=np.int32)
-    return TokenRows(input_ids, labels, position_ids, None if one_width else widths(fill, plan), used)
+    return TokenRows(input_ids, labels, position_ids, widths(fill, plan), used)
 
 
 def widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
@@ -268,18 +250,9 @@ def divide(
         size = (min(first + step, total) - first) // sharding.dp
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
-            of_rank.append(
-                RankBatch(
-                    index,
-                    part.start,
-                    rows[part],
-                    num_labels,
-                    tuple(teacher[part] for teacher in teachers),
-                    by_row,
-                    tuple(pieces[part]),
-                    None if asked is None else asked[part],
-                )
-            )
+            of_teachers, held = tuple(teacher[part] for teacher in teachers), tuple(pieces[part])
+            is_asked = None if asked is None else asked[part]
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, of_teachers, by_row, held, is_asked))
     return parts
 
 

@@ -151,20 +151,19 @@ class BatchBuilder:
             weights = shares.token_weights(i, members, rows)
             teacher_rows, teacher_labels, chunks = rows, num_labels, None
             if i in self.teachers:
-                theirs = [piece.of_teacher(i) for piece in pieces]
-                teacher_rows = lay_out(theirs, self._plan, members, pad_id(self.teachers[i].tokenizer))
+                encoded = [piece.of_teacher(i) for piece in pieces]
+                teacher_rows = lay_out(encoded, self._plan, members, pad_id(self.teachers[i].tokenizer))
                 teacher_labels = _count_labels(teacher_rows)
                 chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, shares.of_teacher(i))
                 asked_labels = None if weights is None else weights.num_labels
-                infos.append(_describe(self.teachers[i], documents, i, chunks, asked_labels))
+                infos.append(self._describe(i, documents, chunks, asked_labels))
             of_student.append(TeacherPart(chunks, weights))
             refs = []
             if i in self._stored.teachers:
                 refs = [tuple(pieces[j].refs[i] for j in row if pieces[j].refs[i].length) for row in members]
             asked = shares.asked(i, members)
-            of_teachers.append(
-                divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
-            )
+            theirs = divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
+            of_teachers.append(theirs)
         by_row = shares.weights is not None
         student = divide(rows, self._plan.student, self._plan, index, num_labels, teachers=of_student, by_row=by_row)
         firsts = [document.pieces[0].encoded for document in documents]
@@ -202,6 +201,24 @@ class BatchBuilder:
         ]
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in self.teachers)]
         return arrange(sides, capacities, self._plan, RowShares.of(documents).kinds)
+
+    def _describe(
+        self, i: int, documents: Sequence[AlignedDocument], chunks: ChunkRows, num_labels: int | None
+    ) -> AlignmentInfo:
+        """The statistics of teacher `i`'s alignments in a batch, over the documents that are kept and that it is asked for."""
+        kept = (document for document in documents if document.is_kept and routing.asked(document.weights, i))
+        present = [document.pieces[0].alignments[i] for document in kept]
+        name_of_dp = f"dp/{self.teachers[i].aligner.backend}"
+        methods = Counter(name_of_dp if alignment.method == "dp" else alignment.method for alignment in present)
+        return AlignmentInfo(
+            teacher=self.teachers[i].name,
+            num_chunks=chunks.num_chunks,
+            num_one_to_one=chunks.num_one_to_one,
+            num_covered=chunks.num_covered,
+            num_exact=sum(alignment.exact for alignment in present),
+            methods=dict(methods),
+            num_labels=num_labels,
+        )
 
 
 def _count_left_out(documents: Sequence[AlignedDocument]) -> tuple[LeftOut, ...]:
@@ -261,32 +278,6 @@ def _chunk_rows(
 
 def _count_labels(rows: TokenRows) -> int:
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-
-
-def _describe(
-    teacher: CrossTokenizerTeacher,
-    documents: Sequence[AlignedDocument],
-    i: int,
-    chunks: ChunkRows,
-    num_labels: int | None,
-) -> AlignmentInfo:
-    """The statistics of teacher `i`'s alignments in a batch, over the documents that are kept and that it is asked for."""
-    present = [
-        document.pieces[0].alignments[i]
-        for document in documents
-        if document.is_kept and routing.asked(document.weights, i)
-    ]
-    name_of_dp = f"dp/{teacher.aligner.backend}"
-    methods = Counter(name_of_dp if alignment.method == "dp" else alignment.method for alignment in present)
-    return AlignmentInfo(
-        teacher=teacher.name,
-        num_chunks=chunks.num_chunks,
-        num_one_to_one=chunks.num_one_to_one,
-        num_covered=chunks.num_covered,
-        num_exact=sum(alignment.exact for alignment in present),
-        methods=dict(methods),
-        num_labels=num_labels,
-    )
 
 
 @dataclass(frozen=True)

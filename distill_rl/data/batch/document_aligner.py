@@ -127,17 +127,13 @@ class Splitter:
             if end[0] - following[0] == 1 and not len(prefixes[0]):
                 stop, following = _place_before(places, start, stop, following, rooms)
             left_out |= bool((stop < following).any())
-            part = encoded.part(int(start[0]), int(stop[0]), before[0])
-            pairs = {
-                i: alignments[i]
-                .part((int(start[0]), int(start[side])), (int(stop[0]), int(stop[side])))
-                .preceded_by(before[0], before[side])
-                for side, i in enumerate(teachers, start=1)
-            }
-            extents = {
-                name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
-                for side, name in enumerate(sides)
-            }
+            first, last = start.tolist(), stop.tolist()
+            part, pairs = encoded.part(first[0], last[0], before[0]), {}
+            for side, i in enumerate(teachers, start=1):
+                pair = alignments[i].part((first[0], first[side]), (last[0], last[side]))
+                pairs[i] = pair.preceded_by(before[0], before[side])
+            wholes = (stop == end).tolist()
+            extents = {name: Extent(first[k], len(before[k]), wholes[k]) for k, name in enumerate(sides)}
             pieces.append(DocumentPiece(part if not pieces else replace(part, left_out=()), pairs, extents))
             start, room, before = following, rooms, prefixes
         return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]
@@ -282,13 +278,8 @@ class CrossTokenizerTeacher:
             student_stops=student_stops,
             teacher_stops=stops,
         )
-        return cls(
-            name,
-            tokenizer,
-            aligner,
-            TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"),
-            StopTokens.of(tokenizer, stops),
-        )
+        coverage = TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer")
+        return cls(name, tokenizer, aligner, coverage, StopTokens.of(tokenizer, stops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +430,8 @@ class DocumentAligner:
         Raises:
             DataError: a document that the user has to fix.
         """
-        teachers = self._asked(document)
+        weights = weights_of(document)
+        teachers = {i: teacher for i, teacher in self._teachers.items() if asked(weights, i)}
         if not teachers:
             return TokenizedDocument(None, self._tokenization.encode_all(document), {}, {})
         if "messages" in document:
@@ -455,13 +447,6 @@ class DocumentAligner:
         theirs = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in teachers.items()}
         return TokenizedDocument(student, encoded, theirs, dict.fromkeys(theirs, name))
 
-    def _asked(self, document: Mapping[str, Any]) -> Mapping[int, CrossTokenizerTeacher]:
-        """The teachers with their own tokenizer that are asked for a document, by index."""
-        weights = weights_of(document)
-        if weights is None:
-            return self._teachers
-        return {i: teacher for i, teacher in self._teachers.items() if asked(weights, i)}
-
     def _tokenize_chat(
         self, document: Mapping[str, Any], teachers: Mapping[int, CrossTokenizerTeacher]
     ) -> TokenizedDocument:
@@ -471,11 +456,8 @@ class DocumentAligner:
         for teacher in teachers.values():
             document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
         text, spans, left_out = self._tokenization.render(document)
-        aligner, options = next(iter(teachers.values())).aligner, template_options(document)
-        as_tokens = self._tokenization.special_tokens_in_text
-        student = aligner.tokenize_messages(
-            document["messages"], "student", rendered=text, options=options, special_tokens_in_text=as_tokens
-        )
+        aligner = next(iter(teachers.values())).aligner
+        student = self._tokenize_rendered(aligner, document, "student", text)
         assert student.offsets is not None
         if spans is not None and student.text != text:
             # The aligner also normalised what the template itself writes, so the spans have moved.
@@ -485,67 +467,52 @@ class DocumentAligner:
         mask = self._tokenization.labels(document, spans, student.ids, student.offsets)
         theirs = {}
         for i, teacher in teachers.items():
-            theirs[i], missing = self._tokenize_for(teacher, document)
-            left_out += missing
+            written_for, _, written = render_document(
+                teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
+            )
+            left_out += teacher.coverage.check(document, written, self._tokenization.unrendered)
+            theirs[i] = self._tokenize_rendered(teacher.aligner, document, "teacher", written_for)
         encoded = Encoded(student.ids, mask, left_out=left_out, name=name_of(student.text))
         return TokenizedDocument(student, encoded, theirs, {i: name_of(other.text) for i, other in theirs.items()})
 
-    def _tokenize_for(
-        self, teacher: CrossTokenizerTeacher, document: Mapping[str, Any]
-    ) -> tuple[Tokenized, tuple[str, ...]]:
-        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out."""
-        text, _, written = render_document(
-            teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
+    def _tokenize_rendered(self, aligner: TokenAligner, document: Mapping[str, Any], side: str, text: str) -> Tokenized:
+        """A chat tokenised for one side, whose template has written the text."""
+        as_tokens, options = self._tokenization.special_tokens_in_text, template_options(document)
+        messages = document["messages"]
+        return aligner.tokenize_messages(
+            messages, side, rendered=text, options=options, special_tokens_in_text=as_tokens
         )
-        left_out = teacher.coverage.check(document, written, self._tokenization.unrendered)
-        tokens = teacher.aligner.tokenize_messages(
-            document["messages"],
-            "teacher",
-            rendered=text,
-            options=template_options(document),
-            special_tokens_in_text=self._tokenization.special_tokens_in_text,
-        )
-        return tokens, left_out
 
     def _pieces(self, document: TokenizedDocument) -> list[DocumentPiece]:
-        return self._split(document) if self._splitter else [self._cut(document)]
-
-    def _cut(self, document: TokenizedDocument) -> DocumentPiece:
-        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked."""
-        # All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
-        if document.student is None:
-            encoded = document.encoded.cut(self._tokenization.max_length)
-            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
+        """Steps 2 and 3: a document in pieces whose alignments hold only chunks that can be trained on."""
         alignments = {
-            i: self._teachers[i].aligner.pair(
-                document.student,
-                tokens,
-                max_student_tokens=self._tokenization.max_length,
-                max_teacher_tokens=self._max_lengths[i],
-            )
+            i: self._teachers[i].aligner.pair(document.student, tokens)
             for i, tokens in document.teachers.items()
+            if document.student is not None
         }
-        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
-        mask = encoded.label_mask
-        # Another teacher may have cut the student's row shorter than this alignment.
-        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
-        extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
-        extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
-        trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
-        return DocumentPiece(encoded, trained, extents)
-
-    def _split(self, document: TokenizedDocument) -> list[DocumentPiece]:
-        """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
-        assert self._splitter is not None
-        alignments = {}
-        if document.student is not None:
-            alignments = {
-                i: self._teachers[i].aligner.pair(document.student, tokens) for i, tokens in document.teachers.items()
-            }
+        if self._splitter is None:
+            return [self._cut(document, alignments)]
         return [
             DocumentPiece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
             for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)
         ]
+
+    def _cut(self, document: TokenizedDocument, alignments: Mapping[int, Alignment]) -> DocumentPiece:
+        """The beginning of a document, up to the last boundary shared with every teacher that is asked."""
+        # All sides have at most their `max_length` tokens.
+        if not alignments:
+            encoded = document.encoded.cut(self._tokenization.max_length)
+            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
+        most = self._tokenization.max_length
+        cut = {i: alignment.cut(most, self._max_lengths[i]) for i, alignment in alignments.items()}
+        encoded = document.encoded.cut(min(len(pair.student_ids) for pair in cut.values()))
+        mask = encoded.label_mask
+        # Another teacher may have cut the student's row shorter than this alignment.
+        cut = {i: pair.cut(len(mask)) for i, pair in cut.items()}
+        extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
+        extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
+        trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
+        return DocumentPiece(encoded, trained, extents)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +54,8 @@ class Encoded:
 
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens; `truncated` if any were cut off, now or before."""
-        truncated = self.truncated or len(self.input_ids) > length
-        return replace(
-            self, input_ids=self.input_ids[:length], label_mask=self.label_mask[:length], truncated=truncated
-        )
+        ids, mask, truncated = self.input_ids[:length], self.label_mask[:length], len(self.input_ids) > length
+        return replace(self, input_ids=ids, label_mask=mask, truncated=truncated or self.truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,66 +99,28 @@ class Tokenization:
 
     Args:
         tokenizer: a fast transformers tokenizer.
-        format: `data.format`. Only "text" matters here, which does not go with `loss_on` "assistant"; each document is
-            then read by what it holds.
-        loss_on: "all", or "assistant" to train only on the assistant's turns, including their end-of-turn tokens.
-        max_length: most tokens of a document, for `encode`.
-        loss_roles: roles to train on in place of `loss_on`; empty: `loss_on` decides.
-        unrendered: `data.unrendered`.
-        stops: ids at which generation stops, besides the tokenizer's eos.
-        untaught_stops: whether chats may be trained on from which the student does not learn to stop (`data.stops`: none).
-        special_tokens_in_text: `data.special_tokens_in_text`.
+        data: which turns are trained on, and how documents are read and cut.
+        format: what the rows hold; `data.format` may leave that open. Only "text" matters here, which does not go with
+            turns to train on; each document is read by what it holds.
+        stops: ids at which generation stops, besides the tokenizer's eos: the student's, `models.files.stops_of`.
 
     Raises:
         DataError: a slow tokenizer; turns to train on with `format` "text".
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        format: str,
-        loss_on: str,
-        max_length: int,
-        loss_roles: Sequence[str] = (),
-        unrendered: Literal["fail", "warn"] = "fail",
-        stops: Collection[int] = (),
-        untaught_stops: bool = False,
-        special_tokens_in_text: bool = False,
-    ):
+    def __init__(self, tokenizer: Any, data: DataConfig, *, format: str, stops: Collection[int] = ()):
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
-        self.tokenizer, self.max_length, self.unrendered = tokenizer, max_length, unrendered
-        self.roles = roles_to_train_on(loss_on, loss_roles)
+        self.tokenizer, self.max_length, self.unrendered = tokenizer, data.max_length, data.unrendered
+        self.roles = roles_to_train_on(data.loss_on, data.loss_roles)
         """The roles whose turns are trained on; empty: all tokens are."""
-        self.stops = StopTokens.of(tokenizer, stops)
-        self.special_tokens_in_text = special_tokens_in_text
-        self._untaught_stops = untaught_stops
+        self.stops, self._requires_stops = StopTokens.of(tokenizer, stops), data.stops == "required"
+        self.special_tokens_in_text = data.special_tokens_in_text
         self._teaches_stops: bool | None = None
         self._coverage = TemplateCoverage(tokenizer, "the student's tokenizer")
         if format == "text" and self.roles:
             raise self._no_turns("rows of text")
-
-    @classmethod
-    def of(cls, tokenizer: Any, data: DataConfig, *, format: str, stops: Collection[int] = ()) -> Tokenization:
-        """The tokenisation of a run's documents.
-
-        Args:
-            format: what the rows hold; `data.format` may leave that open.
-            stops: the student's, `models.files.stops_of`.
-        """
-        return cls(
-            tokenizer,
-            format=format,
-            loss_on=data.loss_on,
-            max_length=data.max_length,
-            loss_roles=data.loss_roles,
-            unrendered=data.unrendered,
-            stops=stops,
-            untaught_stops=data.stops == "none",
-            special_tokens_in_text=data.special_tokens_in_text,
-        )
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """The tokens of one document (`encode_all`), cut at `max_length`.
@@ -181,19 +141,16 @@ class Tokenization:
                 turns cannot be found; names the document's row.
         """
         if "messages" in document:
-            return self._encode_chat(document)
+            text, spans, left_out = self.render(document)
+            tokens, offsets = self.tokens(document, text)
+            mask = self.labels(document, spans, tokens, offsets)
+            return Encoded(tokens, mask, left_out=left_out, name=name_of(text))
         self.require_text_allowed(document)
         ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
         return replace(_encoded(ids), name=name_of(document["text"]))
-
-    def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        text, spans, left_out = self.render(document)
-        ids, offsets = self.tokens(document, text)
-        mask = self.labels(document, spans, ids, offsets)
-        return Encoded(ids, mask, left_out=left_out, name=name_of(text))
 
     @LIMITED
     def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan] | None, tuple[str, ...]]:
@@ -222,7 +179,7 @@ class Tokenization:
         if spans is None:
             return np.ones(len(ids), dtype=bool)
         mask = holding(spans, offsets)
-        if "assistant" in self.roles and not self._untaught_stops and mask.any():
+        if "assistant" in self.roles and self._requires_stops and mask.any():
             self._require_stop(document, int(ids[mask.nonzero()[0][-1]]))
         return mask
 

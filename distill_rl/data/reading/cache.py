@@ -59,7 +59,10 @@ def replacing(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(target.parent, error) from error
-    _remove_abandoned(target.parent)
+    for abandoned in target.parent.glob("*.tmp.*"):  # by a killed process, a day ago or longer
+        with suppress(OSError):  # somebody else deleted it
+            if time.time() - abandoned.stat().st_mtime > _ABANDONED_S:
+                abandoned.unlink()
     partial = target.with_suffix(f".{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
         yield partial
@@ -74,17 +77,6 @@ def replacing(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Deletes what killed processes left half-written a day ago or longer."""
-    for path in folder.glob("*.tmp.*"):
-        with suppress(OSError):  # somebody else deleted it
-            if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                path.unlink()
-
-
 def _unwritable(folder: Path, error: OSError) -> DataError:
-    rule, remedy = (
-        "is writable and has room for what is derived from the data",
-        "set HF_DATASETS_CACHE to another folder",
-    )
-    return DataError(str(folder), rule, str(error), remedy)
+    rule = "is writable and has room for what is derived from the data"
+    return DataError(str(folder), rule, str(error), "set HF_DATASETS_CACHE to another folder")

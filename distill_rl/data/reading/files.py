@@ -96,8 +96,7 @@ def read_of(kind: pa.DataType, what: str, kept: Collection[str] = ()) -> Read | 
 
 def _read_of_struct(kind: pa.StructType, what: str, kept: frozenset[str]) -> Read:
     """`read_of` for a struct; a key is kept in it, and not in what it holds."""
-    names = [field.name for field in kind]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if twice := [name for name, count in Counter(field.name for field in kind).items() if count > 1]:
         raise DataError(f"{what}, key {twice[0]!r}", "a struct has every key once", "twice", "rename one, or drop it")
     reads = {field.name: read_of(field.type, what) for field in kind}
     return lambda value: {
@@ -112,9 +111,8 @@ def _apply(read: Read | None, value: Any) -> Any:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of Arrow's list types: list, large list, fixed-size list, or a view of either."""
-    types = pa.types
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    return any(is_kind(kind) for is_kind in kinds)
+    kinds = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+    return isinstance(kind, kinds)
 
 
 class TableRows:
@@ -178,8 +176,7 @@ def _plain_type(column_type: pa.DataType) -> pa.DataType:
 
 def is_string(column_type: pa.DataType) -> bool:
     """Whether a type is one of Arrow's string types: string, large string or string view."""
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(is_kind(column_type) for is_kind in kinds)
+    return column_type in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def _require_string(column_type: pa.DataType, what: str) -> None:
@@ -399,8 +396,8 @@ class WholeFile(BlockRows):
         super().__init__(SameFile(path), Blocks(np.array([1], dtype=np.int64), sizes), store)
 
     def _read(self, number: int) -> dict[str, Any]:
-        path = self._file.path
-        return records.text_row(records.without_mark(path.read_bytes()), f"{path}: row 0")
+        text = records.without_mark(self._file.path.read_bytes())
+        return records.text_row(text, f"{self._file.path}: row 0")
 
     def _row(self, block: dict[str, Any], place: int, index: int) -> dict[str, Any]:
         return dict(block)
@@ -661,9 +658,8 @@ def _open_converted(path: Path, layout: RowLayout, access: Access) -> FileRows:
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(
-        SameFile(target, watched=False), pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES
-    )
+    file, metadata = SameFile(target, watched=False), pq.read_metadata(target)
+    return GroupRows(file, metadata, names, (), access.store, stored_row, _GROUP_BYTES)
 
 
 def _is_complete(target: Path) -> bool:

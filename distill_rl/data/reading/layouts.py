@@ -138,8 +138,12 @@ class RowLayout:
         Raises:
             DataError: a value of another form.
         """
-        if self.format == "text":
-            return {"text": check_text(row[self.key], at(self.key)), **self._weights(row, at)}
+        is_text = self.format == "text"
+        document = {"text": check_text(row[self.key], at(self.key))} if is_text else self._chat(row, at)
+        return document if self.routing is None else document | {WEIGHTS: self.routing.weights(row, at)}
+
+    def _chat(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
+        """The messages of a row in any form of chats, and its "tools" and VARIABLES if it has any."""
         messages = row[self.key]
         if self.format == "alpaca":
             messages = from_alpaca(row, at)
@@ -148,18 +152,12 @@ class RowLayout:
         for media in sorted(MEDIA & row.keys()):
             if row[media]:
                 raise DataError(at(media), "chats are text only", media, "leave such rows out")
-        return {"messages": check_messages(messages, at(self.key)), **self._others(row, at), **self._weights(row, at)}
-
-    def _weights(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
-        return {} if self.routing is None else {WEIGHTS: self.routing.weights(row, at)}
-
-    def _others(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
-        """What a chat's document has besides its messages: "tools" and VARIABLES, those that the row has."""
-        others = {
+        chat = {
+            "messages": check_messages(messages, at(self.key)),
             "tools": _tools(row.get(self.tools_key), at(self.tools_key)),
             VARIABLES: _variables(row.get(VARIABLES), at(VARIABLES)),
         }
-        return {key: value for key, value in others.items() if value}
+        return {key: value for key, value in chat.items() if value}  # there is at least one message
 
 
 def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> RowLayout:

@@ -231,11 +231,9 @@ def _parse(text: bytes, what: str) -> Any:
     except UnicodeDecodeError as error:
         raise _not_utf8(what, error) from error
     except (ValueError, RecursionError) as error:
-        found = getattr(error, "msg", str(error))
+        found = f"{getattr(error, 'msg', str(error))} at character {getattr(error, 'pos', 0)}"
         remedy = "the file may be truncated, or not JSON lines"
-        raise DataError(
-            what, "is complete, valid JSON", f"{found} at character {getattr(error, 'pos', 0)}", remedy
-        ) from error
+        raise DataError(what, "is complete, valid JSON", found, remedy) from error
 
 
 def _not_utf8(what: str, error: UnicodeDecodeError) -> DataError:

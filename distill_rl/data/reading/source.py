@@ -96,12 +96,14 @@ class Source:
             IndexError: an index below 0 or past the end.
             DataError: a value that is not text or messages, or not UTF-8; names file and row.
         """
-        row = self.row_number(index)
-        if self._kept_documents is None:
-            return self._document(row)
-        if row not in self._kept_documents:
-            self._kept_documents[row] = self._document(row)
-        return self._kept_documents[row]
+        row, kept = self.row_number(index), self._kept_documents
+        if kept is not None and row in kept:
+            return kept[row]
+        part, row_in_part = self._part_of(row)
+        document = {"row": row, **part.document(row_in_part)}
+        if kept is not None:
+            kept[row] = document
+        return document
 
     def row_number(self, index: int) -> int:
         """The "row" of document `index`. Raises IndexError for an index below 0 or past the end."""
@@ -123,10 +125,6 @@ class Source:
         """
         part, row = self._part_of(self.row_number(index))
         return part.values(row)
-
-    def _document(self, row: int) -> Mapping[str, Any]:
-        part, row_in_part = self._part_of(row)
-        return {"row": row, **part.document(row_in_part)}
 
     def _part_of(self, row: int) -> tuple[SourcePart, int]:
         i, row_in_part = place_in(self._ends, row)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from glob import has_magic
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,10 +142,8 @@ def locate(
     local = _local_paths(path, splits, setting, say)
     if not local:
         return [_open_hub(path, splits, setting, data)]
-    strict = data.bad_rows == "fail"
-    return [
-        _open_folder(entry, splits) if entry.is_dir() else DataFile(entry, data.sample_by, strict) for entry in local
-    ]
+    read = partial(DataFile, sample_by=data.sample_by, strict=data.bad_rows == "fail")
+    return [_open_folder(entry, splits) if entry.is_dir() else read(entry) for entry in local]
 
 
 def is_hub_name(path: str) -> bool:
@@ -168,7 +166,7 @@ def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[
         found = sorted(Path(name) for name in glob.glob(str(entry), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
         folders = {name for name in found if _is_arrow_folder(name)}
         found = [name for name in found if name in folders or (_is_data_file(name) and name.parent not in folders)]
-        found = found if _is_text(Path(path)) else _without_notes(found)
+        found = found if kind_of(Path(path)) == ".txt" else _without_notes(found)
         if not found:
             raise DataError(setting, f"a glob that matches {', '.join(files.SUFFIXES)} files or Arrow folders", path)
         return found
@@ -199,10 +197,8 @@ def _data_below(folder: Path, splits: Sequence[str], setting: str, say: Callable
         return found
     for split in splits:
         if split in by_split:
-            if len(by_split[split]) < len(found):
-                say(
-                    f"reading    {len(by_split[split])} of the {len(found)} files in {folder}: those of its split {split}"
-                )
+            if (count := len(by_split[split])) < len(found):
+                say(f"reading    {count} of the {len(found)} files in {folder}: those of its split {split}")
             return by_split[split]
     raise DataError(str(folder), f"has the split {splits[-1]!r}", f"the splits {sorted(by_split)}", "set data.split")
 
@@ -235,17 +231,13 @@ def _split_of(path: Path, wanted: Sequence[str]) -> str:
 
 def _without_notes(paths: list[Path]) -> list[Path]:
     """The paths without text files, if there are others: a README.txt beside Parquet files is no data."""
-    others = [path for path in paths if not _is_text(path)]
+    others = [path for path in paths if kind_of(path) != ".txt"]
     return others or paths
 
 
 def _is_data_file(path: Path) -> bool:
     """Whether a path is a data file by its name, and not one that describes a data set."""
     return path.is_file() and path.name.lower().endswith(files.SUFFIXES) and path.name not in _FOLDER_FILES
-
-
-def _is_text(path: Path) -> bool:
-    return kind_of(path) == ".txt"
 
 
 def _is_arrow_folder(path: Path) -> bool:
@@ -260,17 +252,14 @@ def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
     try:
         loaded = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(
-            str(path), "a complete Arrow folder", str(error)[:200], "a file may be missing or truncated"
-        ) from error
+        remedy = "a file may be missing or truncated"
+        raise DataError(str(path), "a complete Arrow folder", str(error)[:200], remedy) from error
     return Loaded.of(str(path), _pick_split(loaded, splits, str(path)))
 
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
     """The data set itself if it has no splits, otherwise the first of `splits` that it has."""
-    import datasets
-
-    if isinstance(loaded, datasets.Dataset):
+    if not isinstance(loaded, dict):
         return loaded
     for split in splits:
         if split in loaded:
@@ -286,12 +275,8 @@ def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) 
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    unreachable = HubError(
-        setting,
-        "an existing path, or a hub data set that can be reached",
-        name,
-        "check the name, the network, HF_HOME and HF_HUB_OFFLINE",
-    )
+    remedy = "check the name, the network, HF_HOME and HF_HUB_OFFLINE"
+    unreachable = HubError(setting, "an existing path, or a hub data set that can be reached", name, remedy)
     if not offline:
         # Probe first: `load_dataset` would retry an unreachable hub for more than 20 seconds.
         try:
@@ -313,8 +298,6 @@ def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) 
 
 
 # Opens the data of a configuration: one source (`data.path`) or several with weights (`data.sources`).
-
-__all__ = ["HubError", "Source", "each_source", "is_hub_name", "open_one", "open_source", "split_validation"]
 
 _VALIDATION_STREAM = 1
 _READERS = 16
@@ -341,7 +324,7 @@ def each_source(data: DataConfig) -> list[tuple[str, DataConfig]]:
 def names_of(data: DataConfig) -> list[str]:
     """A short name per source, for metrics and messages: the end of its path without a glob, numbered if others have it."""
     fixed = [
-        [part for part in source.path.split("/") if part not in ("", ".", "..") and not has_magic(part)]
+        [part for part in source.path.split("/") if part not in ("", ".", "..") and not glob.has_magic(part)]
         for source in data.sources
     ]
     ends = [parts[-1] if parts else "files" for parts in fixed]
@@ -437,10 +420,9 @@ def open_one(
     def opened(origin: DataFile | Loaded) -> files.SourcePart | DataError | None:
         try:
             return origin.open(layout, access)
-        except files.EmptyFile as error:
-            return error if strict or len(origins) == 1 else None
         except DataError as error:
-            return error
+            is_left_out = isinstance(error, files.EmptyFile) and not strict and len(origins) > 1
+            return None if is_left_out else error
 
     with ThreadPoolExecutor(_READERS if len(origins) > 1 else 1) as pool:
         results = list(pool.map(opened, origins))

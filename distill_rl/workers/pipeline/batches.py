@@ -43,7 +43,7 @@ def make_builder(
 ) -> BatchBuilder:
     """As `open_builder`, of tokenizers that are open; None for a teacher that reads the student's tokens."""
     tokenizer, stops = student
-    tokenization = Tokenization.of(tokenizer, config.data, format=data_format, stops=stops)
+    tokenization = Tokenization(tokenizer, config.data, format=data_format, stops=stops)
     others: list[CrossTokenizerTeacher | None] = []
     for settings, reader in zip(config.running_teachers, teachers, strict=True):
         teacher = None

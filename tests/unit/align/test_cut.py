@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from distill_rl.align import Alignment, TokenAligner
-from distill_rl.align.alignment import outside_of_chunks
 from tests.helpers.align import DATA, check_numbers, family, real, slow_table
 
 LIMIT = 24
@@ -100,12 +99,11 @@ def test_only_sides_over_their_limit_need_a_near_boundary(limits, sizes):
 
 
 def test_places_inside_chunks_are_removed():
-    student, teacher = (np.array(chunk, np.int32) for chunk in ([-1, 0, 0, -1, 1, 1], [0, -1, -1, 1, 1, -1]))
+    whole, none = alignment([-1, 0, 0, -1, 1, 1], [0, -1, -1, 1, 1, -1]), alignment([-1] * 6, [-1] * 6)
     places = np.array([[0, 0], [1, 0], [2, 1], [3, 1], [4, 3], [4, 4], [5, 4], [6, 5], [6, 6]])
-    assert outside_of_chunks(places, student, teacher).tolist() == [[0, 0], [1, 0], [3, 1], [4, 3], [6, 5], [6, 6]]
-    nothing = np.full(6, -1, np.int32)
-    assert outside_of_chunks(places, nothing, nothing).tolist() == places.tolist()
-    assert outside_of_chunks(places[:0], student, teacher).shape == (0, 2)
+    assert whole.outside_of_chunks(places).tolist() == [[0, 0], [1, 0], [3, 1], [4, 3], [6, 5], [6, 6]]
+    assert none.outside_of_chunks(places).tolist() == places.tolist()
+    assert whole.outside_of_chunks(places[:0]).shape == (0, 2)
 
 
 @cache

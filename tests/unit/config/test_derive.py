@@ -169,8 +169,7 @@ def test_without_kd_no_teacher_is_counted(load):
 def test_number_of_steps_agrees_with_the_loader(load, rows, length):
     steps, epochs = length
     config = load(f"train.steps={steps or 'null'}", f"train.epochs={epochs or 'null'}")
-    start = TrainState()
-    loader = Loader([{}] * rows, batch_size=16, seed=0, steps=steps, epochs=epochs, start=start)
+    loader = Loader([{}] * rows, config, TrainState())
     assert total_steps(config, rows) == loader.total_steps
 
 
@@ -410,6 +409,6 @@ def test_the_epochs_of_a_run_are_those_that_the_loader_gives(tmp_path, epochs, b
     config.train.global_batch_size, config.train.epochs = batch, epochs
     config.train.steps = 7 if epochs is None else None
     source = open_source(DataConfig(path=str(tmp_path / "16.jsonl")))
-    loader = Loader(source, batch_size=batch, seed=0, steps=config.train.steps, epochs=epochs, start=TrainState())
+    loader = Loader(source, config, TrainState())
     read = sum(len(each.documents) for each in loader)
     assert sizes(config, Facts(num_documents=16)).epochs == read / 16

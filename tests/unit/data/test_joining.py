@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.types import DocumentBatch, TrainState
+from tests.helpers.loading import loading
 
 
 class Letters:
@@ -17,8 +20,8 @@ class Letters:
         return {"row": index, "text": chr(97 + index) * (index + 1)}
 
 
-def batches(joining: Joining | None, size: int = 4) -> list[DocumentBatch]:
-    return [*Loader(Letters(), batch_size=size, seed=0, steps=None, epochs=1, start=TrainState(), joining=joining)]
+def batches(**joining: Any) -> list[DocumentBatch]:
+    return [*Loader(Letters(), loading(4, epochs=1, **joining), TrainState())]
 
 
 def test_texts_are_joined_until_they_have_enough_characters():
@@ -41,13 +44,14 @@ def test_settings():
 
 
 def test_joining_changes_neither_the_rows_nor_the_cursor_of_a_batch():
-    joined, apart = batches(Joining(" ", 10)), batches(None)
+    joined, apart = batches(concatenate=True, separator=" ", characters_per_sample=10), batches()
     assert [batch.row_numbers for batch in joined] == [batch.row_numbers for batch in apart]
     assert [batch.cursor for batch in joined] == [batch.cursor for batch in apart]
     assert len(joined[0].documents) < len(apart[0].documents) == 4
 
 
 def test_validation_texts_are_joined_like_the_others():
-    (batch,) = validation_batches(Letters(), 9, 100, joining=Joining(" ", 1000))
+    config = loading(9, concatenate=True, separator=" ", characters_per_sample=1000)
+    (batch,) = validation_batches(Letters(), config)
     assert len(batch.documents) == 1
     assert batch.row_numbers == tuple(range(9))

@@ -6,10 +6,12 @@ import hashlib
 
 import pytest
 
+from distill_rl.config.schema import ValidationConfig
 from distill_rl.data.loader import ENDLESS, Loader, validation_batches
 from distill_rl.data.order import random_order
 from distill_rl.errors import DataError
 from distill_rl.types import Cursor, TrainState
+from tests.helpers.loading import loading
 
 EXPECTED = {
     (0, 0): [7, 6, 3, 2, 4, 1, 5, 0],
@@ -33,7 +35,7 @@ class CountingSource:
 
 
 def loader(rows=10, *, batch_size=4, steps=None, epochs=None, start=TrainState(), seed=0) -> Loader:  # noqa: B008
-    return Loader(CountingSource(rows), batch_size=batch_size, seed=seed, steps=steps, epochs=epochs, start=start)
+    return Loader(CountingSource(rows), loading(batch_size, seed=seed, steps=steps, epochs=epochs), start)
 
 
 def sizes(loader: Loader) -> list[int]:
@@ -101,7 +103,7 @@ def test_end_of_an_epoch_equals_start_of_the_next():
 
 def test_rows_are_read_lazily():
     source = CountingSource(100)
-    batches = iter(Loader(source, batch_size=4, seed=0, steps=9, epochs=None, start=TrainState()))
+    batches = iter(Loader(source, loading(4, steps=9), TrainState()))
     assert source.reads == 0
     next(batches)
     assert source.reads == 4
@@ -129,7 +131,8 @@ def test_a_cursor_beyond_the_data_is_refused():
 
 @pytest.mark.parametrize(("limit", "expected"), [(512, [4, 4, 2]), (8, [4, 4]), (5, [4, 1]), (0, [])])
 def test_validation_reads_rows_in_order_up_to_the_limit(limit, expected):
-    batches = list(validation_batches(CountingSource(10), 4, limit))
+    config = loading(4, validation=ValidationConfig(max_documents=limit))
+    batches = list(validation_batches(CountingSource(10), config))
     assert [len(batch.documents) for batch in batches] == expected
     assert [document["row"] for batch in batches for document in batch.documents] == list(range(min(limit, 10)))
     assert [batch.index for batch in batches] == list(range(len(expected)))

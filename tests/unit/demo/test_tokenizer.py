@@ -102,9 +102,10 @@ def test_assistant_mask_covers_answer_and_end_only() -> None:
 
 
 def test_data_pipeline_trains_on_the_same_tokens() -> None:
+    from distill_rl.config.schema import DataConfig
     from distill_rl.data.batch.tokenization import Tokenization
 
-    tokenization = Tokenization(TOKENIZER, format="messages", loss_on="assistant", max_length=128)
+    tokenization = Tokenization(TOKENIZER, DataConfig(loss_on="assistant", max_length=128), format="messages")
     encoded = tokenization.encode({"row": 0, "messages": [QUESTION, ANSWER]})
     trained_on = encoded.input_ids[encoded.label_mask]
     assert TOKENIZER.decode(trained_on.tolist()) == " apple queen tiger<eos>"

@@ -42,7 +42,7 @@ def test_shape_counts_the_matrices_that_a_model_of_wide_heads_has(tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     found = read_model_facts(tmp_path, config)
-    assert (found.head_size, found.query_size, found.key_size) == (24, 96, 48)
+    assert (found.head_size, found.num_heads, found.key_size) == (24, 4, 48)
     assert Shape.of(found).parameters == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import families, forward, varlen
 from distill_rl.models.attention import PASSES_WINDOW, VARLEN
@@ -23,6 +23,7 @@ from tests.gpu.conftest import Figures
 from tests.gpu.test_attention import FAMILIES as SMALL_MODELS
 from tests.gpu.test_attention import SMALL, check_kernel, check_model
 from tests.helpers.load import load_model
+from tests.helpers.rows import laid_out
 from tests.helpers.zoo import write_family, write_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gpt2", "gemma2", "granite", "cohere")
@@ -34,7 +35,7 @@ LENGTHS = (5, 11, 3, 24, 1, 9)
 def rows_of(*, packing: bool, lengths: tuple[int, ...] = LENGTHS) -> TokenRows:
     draw = np.random.default_rng(0)
     documents = [Encoded(draw.integers(5, 250, size).astype(np.int32), np.ones(size, bool), False) for size in lengths]
-    return lay_out(documents, BatchPlan(BatchSharding(1, 4), (), 24, packing, pad_id=7))
+    return laid_out(documents, BatchPlan(BatchSharding(1, 4), (), 24, packing, pad_id=7))
 
 
 def model_of(folder: Path, implementation: str) -> nn.Module:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 
 from distill_rl.commands.check import summary
 from distill_rl.config.load import load_config
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models.files import read_tokenizer, tokenizer_hash, tokenizer_of
@@ -223,7 +224,7 @@ def test_added_tokens_beyond_the_table_are_allowed_and_rows_with_them_refused(pr
     ):  # fmt: skip
         rows = open_rows(load_config(material / "run.yaml", [*overrides, *models]))
         assert (rows.num_ids, rows.plan.num_ids) == (320, 320)
-        tokenization = Tokenization(rows.student.tokenizer, format="text", loss_on="all", max_length=64)
+        tokenization = Tokenization(rows.student.tokenizer, DataConfig(max_length=64), format="text")
         with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole line follows)
             BatchBuilder(tokenization, rows.plan).align([{"row": 31, "text": "lo <image> ka"}])
         assert str(refused.value) == (

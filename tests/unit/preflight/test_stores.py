@@ -13,6 +13,7 @@ from unicodedata import normalize
 
 import pytest
 
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.document_aligner import STUDENT, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.reading import files
@@ -31,7 +32,7 @@ EPOCH = ("train.steps=null", "train.epochs=1")
 
 def records(rows: Sequence[dict], tokenizer: Any, *, max_length: int = ALL, split: bool = False) -> list[Record]:
     """The documents as a capture with this tokenizer would have divided them; of the targets only the shapes are right."""
-    tokenization = Tokenization(tokenizer, format="auto", loss_on="all", max_length=max_length)
+    tokenization = Tokenization(tokenizer, DataConfig(max_length=max_length), format="auto")
     found = []
     for row, document in enumerate(rows):
         encoded = tokenization.encode_all({"row": row, **document})

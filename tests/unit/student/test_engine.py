@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import NumericsError
 from distill_rl.student.engine import StudentEngine
@@ -32,6 +32,7 @@ from tests.helpers.engines import (
     whole_parameters,
 )
 from tests.helpers.models import write_tiny_model
+from tests.helpers.rows import laid_out
 
 VOCABULARY, WIDTH, TOP = 320, 24, 16
 
@@ -85,7 +86,7 @@ def test_gradient_is_exact_for_any_micro_batch_size(world, folders, rows, size: 
 def test_packed_and_padded_rows_give_one_gradient(world, folders):
     documents = [Encoded(ids, np.ones(len(ids), bool), False) for ids in random_documents(7, seed=3)]
     share = BatchSharding(1, 2)
-    padded, packed = (lay_out(documents, BatchPlan(share, (), 3 * WIDTH, packing, 2)) for packing in (False, True))
+    padded, packed = (laid_out(documents, BatchPlan(share, (), 3 * WIDTH, packing, 2)) for packing in (False, True))
     assert padded.shape[0] > 2 * packed.shape[0]
     assert (np.count_nonzero(packed.position_ids == 0, axis=1) > 1).any()
     one, other = (gradient_of(world, folders["student"], rows, folders["teacher"]) for rows in (padded, packed))

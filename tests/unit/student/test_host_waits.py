@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distill_rl.align.projection import cached_projection
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -95,7 +95,7 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
         plan = BatchPlan(BatchSharding(1, 4), (BatchSharding(1, 4),), WIDTH, packing=False, pad_id=7)
         other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
         documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
-        tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
+        tokenization = Tokenization(student, DataConfig(max_length=WIDTH), format="text")
         _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [other]).build(
             DocumentBatch(0, documents, Cursor())
         )

@@ -9,6 +9,7 @@ import pytest
 
 from distill_rl.align import TokenAligner
 from distill_rl.align.chats import render as render_for_alignment
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import render, render_document
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError
@@ -154,7 +155,7 @@ def test_label_mask_spells_the_assistant_turns(tokenizer):
     for template in (TURNS + PROMPT, INSTRUCTION):
         tokenizer.chat_template = template
         tokenization = Tokenization(
-            tokenizer, format="messages", loss_on="assistant", max_length=10_000, untaught_stops=True
+            tokenizer, DataConfig(loss_on="assistant", max_length=10_000, stops="none"), format="messages"
         )
         for row, document in enumerate(corpus_rows(12, seed=2, messages=True)):
             encoded = tokenization.encode({"row": row, **document})

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from distill_rl.align import TokenAligner
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -42,9 +42,9 @@ def tokenizer(template: str):
 
 
 def encode(tokenizer, messages, *, tools=None, **settings):
-    settings = {"loss_on": "assistant", "unrendered": "fail", "untaught_stops": True, **settings}
+    settings = {"loss_on": "assistant", "unrendered": "fail", "stops": "none", **settings}
     document = {"row": 5, "messages": messages, **({"tools": tools} if tools else {})}
-    return Tokenization(tokenizer, format="messages", max_length=10_000, **settings).encode(document)
+    return Tokenization(tokenizer, DataConfig(max_length=10_000, **settings), format="messages").encode(document)
 
 
 def turns(tokenizer, encoded) -> list[str]:
@@ -165,7 +165,7 @@ def test_text_parts_are_joined_for_templates_that_read_no_lists(template):
 def test_variables_of_a_row_reach_the_template():
     made = tokenizer("{{ mood or '' }}" + CHATML)
     document = {"row": 0, "messages": plain_chat(), "chat_template_kwargs": {"mood": "calm"}}
-    encoded = Tokenization(made, format="messages", loss_on="all", max_length=999).encode(document)
+    encoded = Tokenization(made, DataConfig(max_length=999), format="messages").encode(document)
     assert made.decode(encoded.input_ids).startswith("calm<|im_start|>")
 
 
@@ -179,7 +179,9 @@ def test_tool_calls_across_tokenizers():
     for text in ("weather", json.dumps(ARGUMENTS, ensure_ascii=False), "12 degrees", "Welcome."):
         assert text in compared
 
-    tokenization = Tokenization(student, format="messages", loss_on="assistant", max_length=4096, untaught_stops=True)
+    tokenization = Tokenization(
+        student, DataConfig(loss_on="assistant", max_length=4096, stops="none"), format="messages"
+    )
     plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 4096, packing=False, pad_id=0)
     pair = CrossTokenizerTeacher.of("big", student, teacher, AlignerConfig())
     document = {"row": 0, "messages": tool_chat(ARGUMENTS), "tools": TOOLS}

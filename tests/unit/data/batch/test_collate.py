@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out, pad_id
+from distill_rl.config.schema import Config, DataConfig, ParallelConfig, TeacherConfig
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding, pad_id
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
 from tests.helpers.corpus import corpus_rows
+from tests.helpers.rows import laid_out
 from tests.helpers.tokenizers import tiny_tokenizer
 
 PAD = 2
@@ -45,7 +46,7 @@ def test_pad_id_falls_back_to_eos_then_zero():
 
 class TestLayOut:
     def test_packed_rows_by_hand(self):
-        rows = lay_out(
+        rows = laid_out(
             [encoded([5, 6, 7]), encoded([8] * 7), encoded([9, 10], [True, False]), encoded([11])], plan(max_length=8)
         )
         ignored = IGNORE_INDEX
@@ -58,7 +59,7 @@ class TestLayOut:
         assert {array.dtype for array in (rows.input_ids, rows.labels, rows.position_ids)} == {np.dtype(np.int32)}
 
     def test_padded_rows_by_hand(self):
-        rows = lay_out([encoded([5, 6, 7]), encoded([9, 10])], plan(packing=False))
+        rows = laid_out([encoded([5, 6, 7]), encoded([9, 10])], plan(packing=False))
         assert rows.input_ids.tolist() == [[5, 6, 7] + [PAD] * 5, [9, 10] + [PAD] * 6]
         assert rows.labels.tolist() == [[6, 7] + [IGNORE_INDEX] * 6, [10] + [IGNORE_INDEX] * 7]
         assert rows.position_ids.tolist() == [list(range(8))] * 2
@@ -78,35 +79,35 @@ class TestLayOut:
     def test_row_width_is_a_multiple_for_the_device(self, longest, limit, on_cpu, on_gpu, packing):
         layout = plan(packing=packing, max_length=limit)
         documents = [encoded([5] * longest)]
-        assert lay_out(documents, layout).shape == (1, on_cpu)
-        assert lay_out(documents, layout.for_device(on_gpu=True)).shape == (1, on_gpu)
+        assert laid_out(documents, layout).shape == (1, on_cpu)
+        assert laid_out(documents, layout.for_device(on_gpu=True)).shape == (1, on_gpu)
         assert layout.for_device(on_gpu=False) == layout
 
     def test_packing_does_not_depend_on_the_device(self):
         layout = plan(max_length=13)
         documents = [encoded([5 + size] * size) for size in (7, 7, 6, 6, 13, 3)]
-        narrow, wide = (lay_out(documents, layout.for_device(on_gpu=gpu)) for gpu in (False, True))
+        narrow, wide = (laid_out(documents, layout.for_device(on_gpu=gpu)) for gpu in (False, True))
         assert (narrow.shape, wide.shape) == ((4, 16), (4, 128))
         for name in ("input_ids", "labels", "position_ids"):
             assert np.array_equal(getattr(narrow, name), getattr(wide, name)[:, :16])
         assert (wide.labels[:, 16:] == IGNORE_INDEX).all()
 
     def test_empty_documents_do_not_restart_positions(self):
-        rows = lay_out([encoded([5, 6, 7]), encoded([]), encoded([9])], plan(max_length=8))
+        rows = laid_out([encoded([5, 6, 7]), encoded([]), encoded([9])], plan(max_length=8))
         assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-        rows = lay_out([encoded([5, 6, 7]), encoded([])], plan(max_length=8))
+        rows = laid_out([encoded([5, 6, 7]), encoded([])], plan(max_length=8))
         assert rows.position_ids.tolist() == [list(range(8))]
 
     def test_documents_without_labels_keep_their_rows(self):
-        rows = lay_out([encoded([]), encoded([5]), encoded([6, 7], [True, False])], plan(packing=False))
+        rows = laid_out([encoded([]), encoded([5]), encoded([6, 7], [True, False])], plan(packing=False))
         assert rows.input_ids[:, 0].tolist() == [PAD, 5, 6]
         assert (rows.labels == IGNORE_INDEX).all()
-        assert lay_out([encoded([])], plan()).shape == (1, 8)
+        assert laid_out([encoded([])], plan()).shape == (1, 8)
 
     def test_number_of_rows_divides_for_student_and_teachers(self):
         layout = plan(packing=False, student=BatchSharding(2, 2), teachers=[BatchSharding(3, 1), BatchSharding(1, 8)])
         assert layout.row_multiple == 24
-        rows = lay_out([encoded([5, 6])] * 5, layout)
+        rows = laid_out([encoded([5, 6])] * 5, layout)
         assert rows.shape[0] == 24
         assert (rows.input_ids[5:] == PAD).all()
         assert (rows.labels[5:] == IGNORE_INDEX).all()
@@ -116,7 +117,7 @@ class TestLayOut:
 class TestBuildBatch:
     def build(self, tokenizer, layout, rows=20, messages=False, loss_on="all", max_length=64):
         tokenization = Tokenization(
-            tokenizer, format="auto", loss_on=loss_on, max_length=max_length, untaught_stops=True
+            tokenizer, DataConfig(loss_on=loss_on, max_length=max_length, stops="none"), format="auto"
         )
         return BatchBuilder(tokenization, layout).build(documents(corpus_rows(rows, 1, messages), index=3))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
@@ -52,7 +52,9 @@ def builder(
     plan = BatchPlan(
         BatchSharding(dp, 1), shardings, max_length, packing, pad_id=2, teacher_lengths=teacher_lengths, split=split
     )
-    tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length, untaught_stops=True)
+    tokenization = Tokenization(
+        student, DataConfig(loss_on=loss_on, max_length=max_length, stops="none"), format="auto"
+    )
     teachers = [
         tokenizer and CrossTokenizerTeacher.of(f"t{i}", student, tokenizer, AlignerConfig())
         for i, tokenizer in enumerate(teachers)
@@ -299,7 +301,7 @@ def test_ranks_get_contiguous_parts_and_global_counts(student, teacher):
 
 def test_teachers_with_the_students_tokenizer_read_its_rows(student):
     plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), LENGTH, packing=True, pad_id=2)
-    tokenization = Tokenization(student, format="auto", loss_on="all", max_length=LENGTH)
+    tokenization = Tokenization(student, DataConfig(max_length=LENGTH), format="auto")
     batch = documents(corpus_rows(9, 4))
     info, (part,), ((teacher_part,),) = BatchBuilder(tokenization, plan, [None]).build(batch)
     other, (wanted,), _ = BatchBuilder(tokenization, plan).build(batch)

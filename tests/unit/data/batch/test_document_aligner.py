@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.errors import DataError
@@ -19,7 +19,7 @@ from tests.helpers.tokenizers import tiny_tokenizer
 def test_parts_of_a_batch_give_what_the_whole_gives(messages):
     student, teacher = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
     tokenization = Tokenization(
-        student, format="auto", loss_on="assistant" if messages else "all", max_length=160, untaught_stops=True
+        student, DataConfig(loss_on="assistant" if messages else "all", max_length=160, stops="none"), format="auto"
     )
     teachers = {1: CrossTokenizerTeacher.of("t", student, teacher, AlignerConfig())}
     aligner = DocumentAligner(tokenization, teachers, {1: 160})
@@ -63,8 +63,8 @@ def beside(
     learner, other = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
     learner.chat_template, other.chat_template = student, template
     ends = learner.convert_tokens_to_ids(["<|end|>"])
-    settings = {"loss_on": "assistant", "stops": ends, **settings}
-    tokenization = Tokenization(learner, format="messages", max_length=999, **settings)
+    data = DataConfig(**{"loss_on": "assistant", "max_length": 999, **settings})
+    tokenization = Tokenization(learner, data, format="messages", stops=ends)
     teachers = {0: CrossTokenizerTeacher.of("t", learner, other, AlignerConfig(), student_stops=ends, stops=ends)}
     document = {"row": 0, "messages": chat}
     ((piece,),) = (each.pieces for each in DocumentAligner(tokenization, teachers, {0: 999}).align([document]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
@@ -57,8 +57,8 @@ def tokenizer(*, bos: bool = False, template: str = CHAT_TEMPLATE, **options: in
     return made
 
 
-def tokenization(made: Any, **options: Any) -> Tokenization:
-    return Tokenization(made, format="auto", loss_on="all", max_length=LENGTH, **options)
+def tokenization(made: Any) -> Tokenization:
+    return Tokenization(made, DataConfig(max_length=LENGTH), format="auto")
 
 
 def test_a_text_has_one_name_for_every_tokenizer():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
@@ -34,7 +34,7 @@ def builder(*, packing: bool, crossing: bool, dp: int = 1, split: bool = False) 
     student = tiny_tokenizer(320)
     other = CrossTokenizerTeacher.of("t1", student, tiny_tokenizer(600, seed=7), AlignerConfig()) if crossing else None
     plan = BatchPlan(BatchSharding(dp, 2), (BatchSharding(1, 2),) * 3, WIDTH, packing, pad_id=7, split=split)
-    tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
+    tokenization = Tokenization(student, DataConfig(max_length=WIDTH), format="text")
     return BatchBuilder(tokenization, plan, [None, other, None], stored=StoredTargets(frozenset({0, 1, 2})))
 
 

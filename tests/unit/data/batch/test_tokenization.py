@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Encoded, Tokenization, holding
 from distill_rl.errors import DataError
 from tests.helpers.align import family
@@ -22,7 +24,7 @@ def tokenizer():
 
 class TestTokenization:
     def test_text_ends_with_one_end_token(self, tokenizer):
-        tokenization = Tokenization(tokenizer, format="text", loss_on="all", max_length=99)
+        tokenization = Tokenization(tokenizer, DataConfig(max_length=99), format="text")
         plain = tokenization.encode({"row": 0, "text": "kalo mi"})
         assert tokenizer.decode(plain.input_ids) == "kalo mi</s>"
         assert tokenizer.decode(tokenization.encode({"row": 0, "text": "kalo mi</s>"}).input_ids) == "kalo mi</s>"
@@ -34,7 +36,7 @@ class TestTokenization:
     def test_a_tokenizer_without_an_end_token_adds_none(self):
         tokenizer = tiny_tokenizer()
         tokenizer.eos_token = None
-        tokenization = Tokenization(tokenizer, format="text", loss_on="all", max_length=99)
+        tokenization = Tokenization(tokenizer, DataConfig(max_length=99), format="text")
         assert tokenizer.decode(tokenization.encode({"row": 0, "text": "kalo"}).input_ids) == "kalo"
         assert len(tokenization.encode({"row": 0, "text": ""}).input_ids) == 0
 
@@ -44,18 +46,18 @@ class TestTokenization:
         tokenizer = tiny_tokenizer()
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         assert tokenizer("mi").input_ids[0] == tokenizer.bos_token_id
-        text = Tokenization(tokenizer, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": "mi"})
+        text = Tokenization(tokenizer, DataConfig(max_length=99), format="text").encode({"row": 0, "text": "mi"})
         assert tokenizer.decode(text.input_ids) == "<s>mi</s>"
         chat = {"row": 0, "messages": [{"role": "user", "content": "mi"}]}
-        ids = Tokenization(tokenizer, format="messages", loss_on="all", max_length=99).encode(chat).input_ids
+        ids = Tokenization(tokenizer, DataConfig(max_length=99), format="messages").encode(chat).input_ids
         assert tokenizer.decode(ids) == "<s><|turn|>user\nmi<|end|>\n"
 
     @pytest.mark.parametrize(("length", "truncated"), [(3, True), (8, False), (7, True)])
     def test_long_documents_are_truncated(self, tokenizer, length, truncated):
         text = "1 2 3 4"  # seven tokens and the end token
-        whole = Tokenization(tokenizer, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": text})
+        whole = Tokenization(tokenizer, DataConfig(max_length=99), format="text").encode({"row": 0, "text": text})
         assert len(whole.input_ids) == 8
-        cut = Tokenization(tokenizer, format="text", loss_on="all", max_length=length).encode({"row": 0, "text": text})
+        cut = Tokenization(tokenizer, DataConfig(max_length=length), format="text").encode({"row": 0, "text": text})
         assert cut.input_ids.tolist() == whole.input_ids[:length].tolist()
         assert len(cut.label_mask) == length
         assert cut.truncated is truncated
@@ -69,15 +71,15 @@ class TestTokenization:
         )
         chat = {"row": 0, "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "an be"}]}
         document = Tokenization(
-            tokenizer, format="messages", loss_on="assistant", max_length=99, untaught_stops=True
+            tokenizer, DataConfig(loss_on="assistant", max_length=99, stops="none"), format="messages"
         ).encode(chat)
         assert " an" in [tokenizer.decode([token]) for token in document.input_ids]
         assert tokenizer.decode(document.input_ids[document.label_mask]) == " an be<|end|>"
 
     def test_loss_on_the_assistant_needs_messages(self, tokenizer):
         with pytest.raises(DataError, match=r"data\.loss_on=assistant: chat messages"):
-            Tokenization(tokenizer, format="text", loss_on="assistant", max_length=9)
-        tokenization = Tokenization(tokenizer, format="auto", loss_on="assistant", max_length=9)
+            Tokenization(tokenizer, DataConfig(loss_on="assistant", max_length=9), format="text")
+        tokenization = Tokenization(tokenizer, DataConfig(loss_on="assistant", max_length=9), format="auto")
         with pytest.raises(DataError, match="row 5"):
             tokenization.encode({"row": 5, "text": "x"})
 
@@ -86,7 +88,7 @@ class TestTokenization:
             is_fast = False
 
         with pytest.raises(DataError, match=r"tokenizer\.json"):
-            Tokenization(Slow(), format="text", loss_on="all", max_length=9)
+            Tokenization(Slow(), DataConfig(max_length=9), format="text")
 
 
 def asked(*answers: str, **more: Any) -> list[dict[str, Any]]:
@@ -99,9 +101,9 @@ def asked(*answers: str, **more: Any) -> list[dict[str, Any]]:
     return [*turns[:-1], turns[-1] | more]
 
 
-def encoded(tokenizer: Any, messages: list[dict[str, Any]], **settings: Any) -> Encoded:
-    settings = {"loss_on": "assistant", "unrendered": "warn", **settings}
-    tokenization = Tokenization(tokenizer, format="messages", max_length=999, **settings)
+def encoded(tokenizer: Any, messages: list[dict[str, Any]], ends: Sequence[int] = (), **settings: Any) -> Encoded:
+    data = DataConfig(**{"loss_on": "assistant", "unrendered": "warn", "max_length": 999, **settings})
+    tokenization = Tokenization(tokenizer, data, format="messages", stops=ends)
     return tokenization.encode({"row": 5, "messages": messages})
 
 
@@ -156,9 +158,9 @@ class TestStops:
             ([*asked("", tool_calls=call), {"role": "tool", "content": "r"}, *asked("so")[1:]], said + "so<|user|>"),
             (asked("one", "two")[:-1], "one<|user|>"),
         ):
-            assert learnt(made, encoded(made, chat, stops=stops)) == labels
+            assert learnt(made, encoded(made, chat, stops)) == labels
         # Where all is trained on, so is the stop behind the last turn.
-        assert learnt(made, encoded(made, asked("one"), stops=stops, loss_on="all")).endswith("one<|user|>")
+        assert learnt(made, encoded(made, asked("one"), stops, loss_on="all")).endswith("one<|user|>")
         with pytest.raises(DataError, match=r"data\.stops=none"):
             encoded(made, asked("one", "two"))
 
@@ -171,7 +173,7 @@ class TestStops:
         assert "'</s>'" in line
         assert "data.stops=none" in line
         assert "\n" not in line
-        assert learnt(made, encoded(made, asked("one"), untaught_stops=True)) == "one\n"
+        assert learnt(made, encoded(made, asked("one"), stops="none")) == "one\n"
         assert encoded(made, asked("one"), loss_on="all").label_mask.all()
         assert learnt(made, encoded(made, asked("one"), loss_roles=["user"])) == "why"
 
@@ -186,7 +188,7 @@ class TestStops:
         made = with_template(CUT.replace("</s>", "<|end|>"))
         with pytest.raises(DataError, match=r"turns that end in '<\|end\|>'"):
             encoded(made, asked("one"))
-        tokens = encoded(made, asked("one"), stops=made.convert_tokens_to_ids(["<|end|>"]))
+        tokens = encoded(made, asked("one"), made.convert_tokens_to_ids(["<|end|>"]))
         assert learnt(made, tokens) == "one<|end|>"
 
 
@@ -250,5 +252,5 @@ class TestSpecialTokensInTexts:
 
     def test_texts_keep_them(self) -> None:
         made = tiny_tokenizer()
-        ids = Tokenization(made, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": "one</s>two"})
+        ids = Tokenization(made, DataConfig(max_length=99), format="text").encode({"row": 0, "text": "one</s>two"})
         assert ids.input_ids.tolist().count(made.eos_token_id) == 2

@@ -24,6 +24,7 @@ from distill_rl.data.reading.files import BlockStore, LineIndex
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import TrainState
+from tests.helpers.loading import loading
 
 QUIET = Cache(write=False)
 ROOT = Path(__file__).parents[4]
@@ -106,7 +107,7 @@ def test_a_loader_resumes_inside_a_window(tmp_path):
     opened = open_source(corpus(tmp_path / "c", "jsonl"), cache=QUIET)
 
     def loader(start: TrainState) -> Loader:
-        return Loader(opened, batch_size=7, seed=1, steps=100, epochs=None, start=start, order=opened.order(1))
+        return Loader(opened, loading(7, seed=1, steps=100), start, opened.order(1))
 
     straight = list(loader(TrainState()))
     for done in (1, 20, 43, 99):
@@ -202,7 +203,7 @@ def test_a_file_that_changed_ends_the_run_even_if_bad_rows_are_skipped(tmp_path,
     opened = open_source(data, cache=QUIET)
     (path,) = (tmp_path / "data").iterdir()
     path.write_bytes(path.read_bytes()[:1000]) if change == "shorter" else path.unlink()
-    loader = Loader(opened, batch_size=100, seed=0, steps=None, epochs=1, start=TrainState(), skip_bad_rows=True)
+    loader = Loader(opened, loading(100, epochs=1, bad_rows="skip"), TrainState())
     with pytest.raises(UnreadableFile):
         list(loader)
 
@@ -212,13 +213,14 @@ FORMS = ("jsonl", "txt", "parquet", "arrow", "folder")
 EDITED_LARGE = """\
 import os, sys
 from pathlib import Path
-from distill_rl.config.schema import DataConfig
+from distill_rl.config.schema import Config, DataConfig, TrainConfig
 from distill_rl.data.loader import Loader
 from distill_rl.data.reading.sources import open_source
 from distill_rl.types import TrainState
 
 opened = open_source(DataConfig(path=sys.argv[1], bad_rows=sys.argv[2]))
-steps = iter(Loader(opened, batch_size=4, seed=0, steps=None, epochs=1, start=TrainState(), skip_bad_rows=True))
+config = Config(data=DataConfig(bad_rows="skip"), train=TrainConfig(global_batch_size=4, epochs=1))
+steps = iter(Loader(opened, config, TrainState()))
 next(steps)
 print("reading", flush=True)
 sys.stdin.readline()

@@ -15,6 +15,7 @@ from distill_rl.data.reading.sources import names_of, open_source, split_validat
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState
 from tests.helpers.corpus import write_corpus
+from tests.helpers.loading import loading
 
 
 def write(path, name: str, rows: int):
@@ -125,10 +126,7 @@ def test_skipped_rows_are_left_out_of_their_batch(tmp_path):
     opened = open_source(DataConfig(path=str(path), bad_rows="skip"))
 
     def batches(size: int, start: TrainState = TrainState()):  # noqa: B008
-        order = opened.order(0)
-        return list(
-            Loader(opened, batch_size=size, seed=0, steps=3, epochs=1, start=start, order=order, skip_bad_rows=True)
-        )
+        return list(Loader(opened, loading(size, steps=3, epochs=1, bad_rows="skip"), start, opened.order(0)))
 
     (batch,) = batches(4)
     assert sorted(document["row"] for document in batch.documents) == [0, 3]

@@ -8,7 +8,7 @@ import torch
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import build_projection
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -67,7 +67,7 @@ def test_a_text_that_is_longer_than_its_rows_is_refused() -> None:
 def test_they_are_the_chunks_that_a_run_compares() -> None:
     student, teacher = tiny_tokenizer(320), tiny_tokenizer(600, seed=7)
     plan = BatchPlan(BatchSharding(1, 4), (BatchSharding(1, 4),), 64, packing=False, pad_id=2)
-    tokenization = Tokenization(student, format="messages", loss_on="all", max_length=64)
+    tokenization = Tokenization(student, DataConfig(max_length=64), format="messages")
     documents = tuple({"row": row, "messages": chat} for row, chat in enumerate(CHATS))
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     _, (ours,), _ = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
