@@ -252,12 +252,7 @@ def _no_results(path: Path) -> str:
     if (path / "metrics.jsonl").is_file():
         rule = "must hold evaluation results, as other paths are not run directories with a metrics.jsonl"
         return str(ConfigError(str(path), rule, "a run directory without results", "give run directories alone"))
-    if path.is_dir():
-        got = "a folder that is neither"
-    elif path.exists():
-        got = "a file"
-    else:
-        got = "no such folder"
+    got = "a folder that is neither" if path.is_dir() else "a file" if path.exists() else "no such folder"
     rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
     return str(ConfigError(str(path), rule, got, "give the folder that distill-rl train or eval wrote"))
 

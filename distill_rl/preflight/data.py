@@ -28,6 +28,7 @@ from distill_rl.preflight.pairs import check_alignment, template_problems
 from distill_rl.preflight.rows import check_chats, check_labels
 from distill_rl.preflight.stores import compare_documents
 from distill_rl.run.opened import OpenedRun, RunFindings
+from distill_rl.run.shared_vocabulary import some
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
@@ -113,9 +114,8 @@ def _trained_on(
     """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too."""
 
     def key(document: Mapping[str, Any]) -> str:
-        return json.dumps(
-            {name: value for name, value in document.items() if name not in ("row", "rows")}, sort_keys=True
-        )
+        content = {name: value for name, value in document.items() if name not in ("row", "rows")}
+        return json.dumps(content, sort_keys=True)
 
     # Beside the sample, some thousands of the training documents are read.
     training, most = {key(document) for document in sampled}, COMPARED_ROWS // len(parts)
@@ -127,11 +127,10 @@ def _trained_on(
     if both:
         documents, all_of = sum(map(len, parts)), len(held_out) == len(validation)
         few = "" if documents <= COMPARED_ROWS else f", of which {COMPARED_ROWS:,} of {documents:,} were compared"
-        some = "" if all_of else f" of a sample of {len(held_out):,}"
-        yield (
-            f"data.validation: {both:,} of {len(held_out):,} documents{some} are also trained on{few}; validation then measures "
-            "what was memorised, too: give other data, or remove duplicates"
-        )
+        sampled_only = "" if all_of else f" of a sample of {len(held_out):,}"
+        found = f"{both:,} of {len(held_out):,} documents{sampled_only} are also trained on{few}"
+        remedy = "give other data, or remove duplicates"
+        yield f"data.validation: {found}; validation then measures what was memorised, too: {remedy}"
 
 
 def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
@@ -164,14 +163,9 @@ def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any])
             seen = {plain_value(row.get(column), "") for row in rows} - {None}
             for value in wanted if isinstance(wanted, list) else [wanted]:
                 if not plain_values(value) <= seen:
-                    shown = sorted(filter(None, seen))
-                    others = ", ".join(repr(each) for each in shown[:_SHOWN_VALUES]) + (
-                        ", ..." if len(shown) > _SHOWN_VALUES else ""
-                    )
-                    yield (
-                        f"teachers.{i}.where.{column}: no row of a sample of {len(rows)} has {value!r}; they have "
-                        f"{others or 'no value'}"
-                    )
+                    others = some([repr(each) for each in sorted(filter(None, seen))], _SHOWN_VALUES) or "no value"
+                    found_none = f"no row of a sample of {len(rows)} has {value!r}; they have {others}"
+                    yield f"teachers.{i}.where.{column}: {found_none}"
     nobody = sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found)
     if nobody:
         has_ce = config.loss.ce_weight > 0 or config.loss.dynamic_scale != "off"
@@ -183,10 +177,9 @@ def _count_problems(config: Config, key: str, training: Any, findings: RunFindin
     """Yields a problem if there are fewer documents than a global batch has; notes if their number is not known."""
     batch, path = config.train.global_batch_size, config.data.path
     if not training.exact:
-        findings.notes.append(
-            f"{key}: compressed files are converted to Parquet when a run first reads them; until then the first rows are "
-            "checked, and the number of documents is not known"
-        )
+        converted = "compressed files are converted to Parquet when a run first reads them"
+        until = "until then the first rows are checked, and the number of documents is not known"
+        findings.notes.append(f"{key}: {converted}; {until}")
     elif len(training) < batch:
         documents = "1 training document is" if len(training) == 1 else f"{len(training)} training documents are"
         rule = f"{documents} fewer than one global batch of {batch}"
@@ -216,9 +209,8 @@ def _read_sample(config: Config, key: str, source: Any, findings: RunFindings) -
         except DataError as error:
             bad.append(str(error))
     if bad and documents:
-        findings.notes.append(
-            f"{key}: {len(bad)} of {len(bad) + len(documents)} rows of a sample will be left out; the first: {bad[0]}"
-        )
+        share = f"{len(bad)} of {len(bad) + len(documents)} rows of a sample"
+        findings.notes.append(f"{key}: {share} will be left out; the first: {bad[0]}")
     elif bad:  # and no others
         findings.problems.append(problem(key, "some row must be readable", f"{len(bad)} bad rows; the first: {bad[0]}"))
     return documents
@@ -236,8 +228,7 @@ def _spread(source: Any) -> list[int]:
         return [*range(0, count, max(1, count // SAMPLED_ROWS))]
     # Of data that are read by blocks, the rows lie at a few places, so that few blocks are read.
     length = SAMPLED_ROWS // _PLACES
-    places = range(0, count - length, max(1, count // _PLACES))
-    return sorted({place + i for place in places for i in range(length)})
+    return sorted({place + i for place in range(0, count - length, max(1, count // _PLACES)) for i in range(length)})
 
 
 def _source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
@@ -373,5 +364,4 @@ def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarr
 
 def _positions(lengths: np.ndarray, limits: np.ndarray, plan: Any) -> int:
     """Positions that the student computes for a batch of documents with these lengths."""
-    members = arrange_lengths(lengths, limits, plan)
-    return int(widths([int(lengths[row, 0].sum()) for row in members], plan).sum())
+    return int(widths([int(lengths[row, 0].sum()) for row in arrange_lengths(lengths, limits, plan)], plan).sum())

@@ -208,10 +208,8 @@ def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenizati
         yield f"{key}: {taught} of {labelled} rows of a sample end what is learnt with a token at which generation stops"
     if crossing:
         row, token = crossing[0]
-        yield (
-            f"{key}: in {len(crossing)} of {len(documents)} rows of a sample a turn begins or ends inside a token, which is "
-            f"learnt as a whole, such as {token!r} in row {row}"
-        )
+        where = f"in {len(crossing)} of {len(documents)} rows of a sample a turn begins or ends inside a token"
+        yield f"{key}: {where}, which is learnt as a whole, such as {token!r} in row {row}"
 
 
 def _notes_on_special_tokens(
@@ -225,10 +223,10 @@ def _notes_on_special_tokens(
     counted = f"{key}: {len(rows)} of {len(documents)} rows of a sample have the text of a special token"
     if kind == "text":
         yield f"{counted}, which is read as that token; the first: row {rows[0]}"
-    elif tokenization.special_tokens_in_text:
-        yield f"{counted} in a message, which is read as that token (data.special_tokens_in_text); the first: row {rows[0]}"
     else:
-        yield f"{counted} in a message, which is read as text (data.special_tokens_in_text); the first: row {rows[0]}"
+        read_as = "that token" if tokenization.special_tokens_in_text else "text"
+        setting = "data.special_tokens_in_text"
+        yield f"{counted} in a message, which is read as {read_as} ({setting}); the first: row {rows[0]}"
 
 
 def _is_blank(document: Mapping[str, Any], roles: Collection[str]) -> bool:
@@ -236,13 +234,9 @@ def _is_blank(document: Mapping[str, Any], roles: Collection[str]) -> bool:
     if "text" in document:
         return not document["text"].strip()
     return all(
-        message.keys() == {"role", "content"} and _is_blank_content(message) for message in _turns(document, roles)
+        message.keys() == {"role", "content"} and not str(message["content"] or "").strip()
+        for message in _turns(document, roles)
     )
-
-
-def _is_blank_content(message: Mapping[str, Any]) -> bool:
-    content = message["content"]
-    return not content or (isinstance(content, str) and not content.strip())
 
 
 def _turns(document: Mapping[str, Any], roles: Collection[str]) -> list[Mapping[str, Any]]:

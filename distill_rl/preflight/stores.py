@@ -21,12 +21,12 @@ from distill_rl.data.batch.document_aligner import (
     ref_and_tokens,
 )
 from distill_rl.data.batch.tokenization import Tokenization, name_of
-from distill_rl.data.loader import Joining, Loader, validation_batches
+from distill_rl.data.loader import Joining
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files import cached, teacher_identity
 from distill_rl.run.job import manifest_of
-from distill_rl.run.opened import OpenedRun, RunFindings
+from distill_rl.run.opened import OpenedRun, RunFindings, held_out_batches, training_batches
 from distill_rl.store.store import FILE, SHARDS, Manifest, Store, description_problems, short, unmarked
 from distill_rl.system.files import size_of, size_text
 from distill_rl.types import Row, TrainState, row_of
@@ -57,10 +57,8 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
         remedy = f"set {key}.export={manifest.kind} and a loss that works with it, or run the teacher (backend=hf)"
         yield problem(f"{key}.export", f"the store holds {manifest.kind}", settings.export, remedy)
     if manifest.kind == "topk" and config.loss.top_k > manifest.entries:
-        remedy = f"use {manifest.entries} or less, or capture again"
-        yield problem(
-            "loss.top_k", f"must not exceed the {manifest.entries} entries of {path}", config.loss.top_k, remedy
-        )
+        rule, remedy = f"must not exceed the {manifest.entries} entries of {path}", "or less, or capture again"
+        yield problem("loss.top_k", rule, config.loss.top_k, f"use {manifest.entries} {remedy}")
     if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
         remedy = f"set loss.draws={manifest.entries}, or capture again"
         yield problem("loss.draws", f"must be that of {path}, {manifest.entries}", config.loss.draws, remedy)
@@ -97,9 +95,8 @@ def stored_ids_problems(run: OpenedRun) -> Iterator[str]:
         if opened.store is None or size is None or opened.store.manifest.vocabulary_size == size:
             continue
         rule = f"has probabilities of {opened.store.manifest.vocabulary_size:,} ids; this run compares {size:,}"
-        yield problem(
-            f"{opened.key}.store", rule, str(opened.store.folder), "capture again with a file of this student"
-        )
+        remedy = "capture again with a file of this student"
+        yield problem(f"{opened.key}.store", rule, str(opened.store.folder), remedy)
 
 
 def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captures: bool) -> Iterator[str]:
@@ -198,14 +195,13 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
     if not stored or any(model.tokenizer is None for model in run.models):
         return
     if not run.train.exact:
-        findings.notes.append(
-            "teachers: which documents a store lacks is not known before compressed data are converted"
-        )
+        note = "teachers: which documents a store lacks is not known before compressed data are converted"
+        findings.notes.append(note)
         return
     say("the documents of the run are looked up in the stores of targets")
+    validated_on = chain.from_iterable(batch.documents for batch in held_out_batches(run.config, run.validation))
     documents = chain(
-        zip(_trained_on(run.config, run.train), repeat("row")),
-        zip(_validated_on(run.config, run.validation), repeat("validation row")),
+        zip(_trained_on(run.config, run.train), repeat("row")), zip(validated_on, repeat("validation row"))
     )
     for i, missing in _look_up(run, documents, stored, say).items():
         if not missing.count:
@@ -226,26 +222,18 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
 
 def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
-    epochs = config.train.epochs
-    joining, repeated = Joining.of(config.data), config.repeats_documents
+    epochs, repeated = config.train.epochs, config.repeats_documents
     if repeated and (epochs is None or epochs > 1):
         steps = total_steps(config, len(training))
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
     elif epochs is None and config.train.steps is None:  # train.minutes: how many they will be is not known
         epochs = 1.0
-    loader = Loader(
-        training,
-        batch_size=config.train.global_batch_size,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        epochs=epochs,
-        start=TrainState(),
-        order=training.order(config.run.seed, windowed=training.windowed),
-        skip_bad_rows=config.data.bad_rows == "skip",
-        joining=joining,
+    order = training.order(config.run.seed, windowed=training.windowed)
+    loader = training_batches(
+        replace(config, train=replace(config.train, epochs=epochs)), training, order, TrainState()
     )
     documents = chain.from_iterable(batch.documents for batch in loader)
-    return documents if repeated or joining is not None else _once(documents)
+    return documents if repeated or Joining.of(config.data) is not None else _once(documents)
 
 
 def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -254,19 +242,6 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
         if (row := row_of(document)) not in seen:
             seen.add(row)
             yield document
-
-
-def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:
-    if validation is None:
-        return iter(())
-    batches = validation_batches(
-        validation,
-        config.train.global_batch_size,
-        config.data.validation.max_documents,
-        skip_bad_rows=config.data.bad_rows == "skip",
-        joining=Joining.of(config.data),
-    )
-    return chain.from_iterable(batch.documents for batch in batches)
 
 
 def _look_up(
@@ -328,12 +303,8 @@ def _divider(
     for i, opened in enumerate(run.teachers):
         if opened.cross_tokenizer_loss is not None:
             lengths[i] = config.length_of(opened.settings)
+            tokenizers, stops = (student.tokenizer, opened.tokenizer), (student.stops, opened.stops)
             crossing[i] = CrossTokenizerTeacher.of(
-                opened.name,
-                student.tokenizer,
-                opened.tokenizer,
-                config.aligner,
-                student_stops=student.stops,
-                stops=opened.stops,
+                opened.name, *tokenizers, config.aligner, student_stops=stops[0], stops=stops[1]
             )
     return DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of

@@ -15,12 +15,12 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
-from distill_rl.data.loader import Joining, Loader, validation_batches
+from distill_rl.data.loader import Loader
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError
 from distill_rl.models.files import resolve
-from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters
+from distill_rl.run.opened import OpenedRun, OpenedTeacher, held_out_batches, training_batches, with_adapters
 from distill_rl.store.store import SERVED, Manifest, make_store
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
@@ -78,16 +78,7 @@ class Job:
 
     def validation_batches(self) -> Iterator[DocumentBatch]:
         """The batches of held-out documents; none without validation data."""
-        if self.validation is None:
-            return iter(())
-        data = self.config.data
-        return validation_batches(
-            self.validation,
-            self.config.train.global_batch_size,
-            data.validation.max_documents,
-            skip_bad_rows=data.bad_rows == "skip",
-            joining=Joining.of(data),
-        )
+        return held_out_batches(self.config, self.validation)
 
 
 def prepare(run: OpenedRun, paths: RunPaths) -> Job:
@@ -201,14 +192,13 @@ def manifest_of(
         on_gpu: whether the run uses GPUs, which decides `wire_dtype: auto`.
         captures: whether `capture.format` counts; a cache is exact.
     """
-    served = teacher.origin.is_served
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
         entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
         wire_dtype=teacher.sent_dtype(on_gpu=on_gpu),
-        dtype=SERVED if served else teacher.dtype,
+        dtype=SERVED if teacher.origin.is_served else teacher.dtype,
         model=teacher.model,
         revision=teacher.revision,
         weights=weights,

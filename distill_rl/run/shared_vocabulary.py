@@ -38,9 +38,9 @@ class SharedVocabulary:
         return f"{whose} {count} more than {other} ({some(more)}); compared token by token over the {self.size:,} ids of both"
 
 
-def some(tokens: Sequence[str]) -> str:
+def some(tokens: Sequence[str], count: int = SHOWN) -> str:
     """The first few tokens, for a message."""
-    return ", ".join(tokens[:SHOWN]) + (", ..." if len(tokens) > SHOWN else "")
+    return ", ".join(tokens[:count]) + (", ..." if len(tokens) > count else "")
 
 
 def shared_vocabulary(

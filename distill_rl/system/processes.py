@@ -160,16 +160,8 @@ LEAST_SHARE = 0.01
 """A process that uses less of a processor, and does not wait for one either, hangs."""
 
 _INHERITED_VARIABLES = (
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-    "PYTHONPYCACHEPREFIX",
-)
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPYCACHEPREFIX",
+)  # fmt: skip
 
 
 class ChildEnded(Exception):
@@ -199,10 +191,9 @@ class Child:
         """
         import psutil
 
-        arguments = os.getpid(), deadline_s, memory_bytes
-        command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+        arguments = map(str, (os.getpid(), deadline_s, memory_bytes))
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", module, *arguments],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -270,9 +261,8 @@ class Child:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        if not isinstance(reply, dict) or reply.get("done", self._request_id) != self._request_id:
-            return {}
-        return reply
+        is_valid = isinstance(reply, dict) and reply.get("done", self._request_id) == self._request_id
+        return reply if is_valid else {}
 
     def _wait(self, descriptor: int, event: int, hang_s: float) -> None:
         """Waits until a poll event occurs on a file descriptor, or it is closed or fails."""
@@ -323,14 +313,8 @@ def _environment() -> dict[str, str]:
     root = Path(__file__).resolve().parents[2]
     if root != Path(sysconfig.get_paths()["purelib"]).resolve():
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited.get("PYTHONPATH"), str(root))))
-    fixed = {
-        "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return inherited | fixed
+    fixed = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    return inherited | fixed | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 def enter(parent: int) -> tuple[BinaryIO, BinaryIO]:

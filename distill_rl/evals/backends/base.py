@@ -173,9 +173,8 @@ def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
     stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
     if not stop_ids:
-        raise ConfigError(
-            f"model {folder}", "must have an end-of-text token", None, "set eos_token in tokenizer_config.json"
-        )
+        remedy = "set eos_token in tokenizer_config.json"
+        raise ConfigError(f"model {folder}", "must have an end-of-text token", None, remedy)
     return stop_ids
 
 

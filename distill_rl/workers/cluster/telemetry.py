@@ -136,8 +136,6 @@ def write_targets(path: Path) -> None:
 _MAX_READS = 6
 """Workers report their events about once a second, so events are read until two reads in a row return equally many."""
 
-log = logging.getLogger(__name__)
-
 
 def write_timeline(path: Path, names: Mapping[str, str]) -> None:
     """Writes a trace of the run's calls for chrome://tracing or ui.perfetto.dev.
