@@ -186,5 +186,4 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
     if not questions.items:
         return [str(DataError(f"suite {suite.name}", "must have at least one item", "none"))]
     repeated = [name for name, count in Counter(item.id for item in questions.items).items() if count > 1]
-    rule = "ids must be unique"
-    return [str(DataError(f"suite {suite.name}", rule, ", ".join(repeated[:5])))] if repeated else []
+    return [str(DataError(f"suite {suite.name}", "ids must be unique", ", ".join(repeated[:5])))] if repeated else []

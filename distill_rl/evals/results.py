@@ -348,8 +348,7 @@ class ResultStore:
                 self._partial.unlink(missing_ok=True)
                 return
             self.rows = {}  # the items file was deleted or damaged: evaluate again
-        lines = list(read_json_lines(self._partial))
-        if lines:
+        if lines := list(read_json_lines(self._partial)):
             self._require_same(lines[0], self._partial)
             self.device = lines[0].get("device")
             self.rows = _by_id(lines[1:])
@@ -371,7 +370,10 @@ class ResultStore:
         there are ignored."""
         new = {row["id"]: row for row in rows if row["id"] not in self.rows}
         if self._folder is not None and new:
-            self._file = self._file or self._open()
+            if self._file is None:  # without a half-written last line
+                lines = self.key | {"device": self.device}, *self.rows.values()
+                write_atomic(self._partial, b"".join(map(to_line, lines)))
+                self._file = self._partial.open("ab")
             self._file.write(b"".join(map(to_line, new.values())))
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -402,16 +404,9 @@ class ResultStore:
             self._file.close()
             self._file = None
 
-    def _open(self) -> BinaryIO:
-        """Rewrites the partial file without a half-written last line, and opens it for appending."""
-        lines = self.key | {"device": self.device}, *self.rows.values()
-        write_atomic(self._partial, b"".join(map(to_line, lines)))
-        return self._partial.open("ab")
-
     def _require_same(self, existing: Mapping[str, Any], path: Path) -> None:
         """Checks that stored results have this store's key; further fields in `existing` do not matter."""
-        different = [name for name, value in self.key.items() if name not in existing or existing[name] != value]
-        if different:
+        if different := [name for name, value in self.key.items() if name not in existing or existing[name] != value]:
             was = ", ".join(f"{name} {existing.get(name)}" for name in different)
             now = ", ".join(f"{name} {self.key[name]}" for name in different)
             rule, remedy = "holds results of another evaluation", "choose another --out, or delete them with --clean"

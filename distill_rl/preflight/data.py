@@ -41,6 +41,8 @@ _SHOWN_VALUES = 6
 _STEPS = 256
 """Most steps over which means of a sample are taken."""
 
+Documents = Sequence[Mapping[str, Any]]
+
 
 def data_facts(
     run: OpenedRun, findings: RunFindings, cache: Cache, *, on_gpu: bool
@@ -71,7 +73,7 @@ def data_facts(
         return Facts(), []
     num_problems = len(problems)
     main = "data.sources" if config.data.sources else "data.path"
-    parts = _parts(training)
+    parts: tuple[Source, ...] = getattr(training, "sources", (training,))
     samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(run.sources, parts)]
     documents = [*chain(*(sample.values() for sample in samples))]
     held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
@@ -105,12 +107,7 @@ def data_facts(
     return replace(facts, sources=found, step=step), documents
 
 
-def _trained_on(
-    held_out: Sequence[Mapping[str, Any]],
-    validation: Any,
-    sampled: Sequence[Mapping[str, Any]],
-    parts: Sequence[Source],
-) -> Iterator[str]:
+def _trained_on(held_out: Documents, validation: Any, sampled: Documents, parts: Sequence[Source]) -> Iterator[str]:
     """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too."""
 
     def key(document: Mapping[str, Any]) -> str:
@@ -123,8 +120,7 @@ def _trained_on(
         for row in range(0, len(part), 1 if part.windowed else max(1, -(-len(part) // most)))[:most]:
             with suppress(DataError):
                 training.add(key(part[row]))
-    both = sum(key(document) in training for document in held_out)
-    if both:
+    if both := sum(key(document) in training for document in held_out):
         documents, all_of = sum(map(len, parts)), len(held_out) == len(validation)
         few = "" if documents <= COMPARED_ROWS else f", of which {COMPARED_ROWS:,} of {documents:,} were compared"
         sampled_only = "" if all_of else f" of a sample of {len(held_out):,}"
@@ -141,10 +137,6 @@ def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
         yield problem(key, f"{turns} are found in chat messages only", "rows of text", remedy)
     if kind == "messages" and data.concatenate and data.format == "auto":
         yield concatenation_problem("chats")
-
-
-def _parts(training: Any) -> tuple[Source, ...]:
-    return getattr(training, "sources", (training,))
 
 
 def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any]) -> Iterator[str]:
@@ -166,8 +158,7 @@ def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any])
                     others = some([repr(each) for each in sorted(filter(None, seen))], _SHOWN_VALUES) or "no value"
                     found_none = f"no row of a sample of {len(rows)} has {value!r}; they have {others}"
                     yield f"teachers.{i}.where.{column}: {found_none}"
-    nobody = sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found)
-    if nobody:
+    if nobody := sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found):
         has_ce = config.loss.ce_weight > 0 or config.loss.dynamic_scale != "off"
         then = "they are trained on with CE alone" if has_ce else "loss.ce_weight is 0, so nothing is learnt from them"
         yield f"teachers: none is asked for {nobody} of {len(rows)} rows of a sample; {then}"
@@ -243,11 +234,7 @@ def _source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[Sour
 
 
 def _expect(
-    run: OpenedRun,
-    sources: Sequence[SourceFacts],
-    samples: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    on_gpu: bool,
+    run: OpenedRun, sources: Sequence[SourceFacts], samples: Sequence[Documents], *, on_gpu: bool
 ) -> tuple[tuple[SourceFacts, ...], StepFacts | None]:
     """The facts of the sources with those of their samples, and what a step is expected to compute."""
     # Documents are tokenised by every tokenizer of the run, but not aligned: pieces are taken to be as long as rows allow.
@@ -259,7 +246,10 @@ def _expect(
     limits = np.array([data.max_length, *lengths])
     plan = BatchPlan.from_config(config, 0, split=config.splits_documents(kind)).for_device(on_gpu=on_gpu)
     joining = Joining.of(data)
-    read = [_TokenizedSample.of(config, kind, documents, tokenizers, joining) for documents in samples]
+    # What a template leaves out is checked with the chats (`rows.py`).
+    settings: Any = {"format": kind, "loss_on": "all", "max_length": data.max_length, "unrendered": "warn"}
+    readers = [Tokenization(tokenizer, **settings).encode_all for tokenizer in tokenizers]
+    read = [_TokenizedSample.of(documents, readers, joining) for documents in samples]
 
     def steps(samples: Sequence[_TokenizedSample], shares: Sequence[float]) -> tuple[float, float, float]:
         """The means over some steps of positions and tokens, and the share of documents that are too long."""
@@ -292,20 +282,13 @@ class _TokenizedSample:
     """int64 [tokenizers]: tokens that a joint between two texts adds, negative if special tokens vanish there."""
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        kind: str,
-        documents: Sequence[Mapping[str, Any]],
-        tokenizers: Sequence[Any],
-        joining: Joining | None,
-    ) -> _TokenizedSample:
+    def of(cls, documents: Documents, readers: Sequence[Any], joining: Joining | None) -> _TokenizedSample:
         """Tokenises documents."""
-        lengths = _lengths(config, kind, documents, tokenizers)
+        lengths = _lengths(documents, readers)
         characters = np.array([len(document.get("text", "")) for document in documents], dtype=np.int64)
         if joining is None:
-            return cls(lengths, characters, np.zeros(len(tokenizers), dtype=np.int64))
-        separator, nothing = _lengths(config, kind, [{"text": joining.separator}, {"text": ""}], tokenizers)
+            return cls(lengths, characters, np.zeros(len(readers), dtype=np.int64))
+        separator, nothing = _lengths([{"text": joining.separator}, {"text": ""}], readers)
         return cls(lengths, characters, separator - 2 * nothing)
 
 
@@ -333,18 +316,9 @@ def _steps(
         yield np.stack([lengths[group].sum(axis=0) + joint * (group.stop - group.start - 1) for group in groups])
 
 
-def _lengths(
-    config: Config, kind: str, documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any]
-) -> np.ndarray:
+def _lengths(documents: Documents, readers: Sequence[Any]) -> np.ndarray:
     """int64 [documents, tokenizers]: tokens of each document for each tokenizer, not cut."""
-    columns = []
-    for tokenizer in tokenizers:
-        # What a template leaves out is checked with the chats (`rows.py`).
-        read = Tokenization(
-            tokenizer, format=kind, loss_on="all", max_length=config.data.max_length, unrendered="warn"
-        ).encode_all
-        columns.append([len(read(document).input_ids) for document in documents])
-    return np.array(columns, dtype=np.int64).T
+    return np.array([[len(read(document).input_ids) for document in documents] for read in readers], dtype=np.int64).T
 
 
 def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarray:

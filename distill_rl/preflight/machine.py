@@ -56,8 +56,7 @@ def extra_problems(config: Config) -> Iterator[str]:
         ]
     for key, value, package, extra in needed:
         if value and not installed(package):
-            rule, remedy = f"needs {package}, which is not installed", install_extra(extra)
-            yield problem(key, rule, value, remedy)
+            yield problem(key, f"needs {package}, which is not installed", value, install_extra(extra))
 
 
 def kernel_problems(config: Config, student: OpenedModel, gpus: int) -> Iterator[str]:

@@ -173,12 +173,10 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
         if limit is not None and longest > limit[0]:
             counts = f"{model.name} counts positions from the start of a row"
             rule = f"{counts}, wherever packed documents begin ({limit[1]})"
-            remedy = f"set data.packing=false, or {setting}={limit[0]} or less"
-            yield problem("data.packing", rule, "true", remedy)
+            yield problem("data.packing", rule, "true", f"set data.packing=false, or {setting}={limit[0]} or less")
         if model.folder is None or files.method_of(model.config):
             continue
-        shapes = model.shapes
-        if shapes:
+        if shapes := model.shapes:
             yield from files.dtype_problems(f"{model.key}.model", model.headers)
         if shapes and files.plainly_whole(model.config, shapes):
             if model.config.tie_word_embeddings and "lm_head.weight" in shapes:
@@ -211,8 +209,7 @@ def packing_notes(config: Config, models: Sequence[OpenedModel]) -> Iterator[str
     if not config.data.packing:
         return
     packed = [model.config for model in models if model.config and not model.settings.origin.engine]
-    types = [config.model_type for config in packed if not families.family_of(config).proven]
-    if types:
+    if types := [config.model_type for config in packed if not families.family_of(config).proven]:
         yield (
             f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "
             "tried when the weights are loaded, and the run ends there if they do (then set data.packing=false)"

@@ -167,15 +167,9 @@ def check_alignment(run: OpenedRun, source: Sequence[Any], findings: RunFindings
 
 def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedTeacher) -> str:
     """Which loss suits a pair, by the first ALIGNED_ROWS documents; empty if they have no content."""
-    settings = config.aligner
-    aligner = TokenAligner(
-        student.tokenizer,
-        teacher.tokenizer,
-        settings.method,
-        band=settings.dp.band,
-        student_stops=student.stops,
-        teacher_stops=teacher.stops,
-    )
+    settings, tokenizers = config.aligner, (student.tokenizer, teacher.tokenizer)
+    stops: Any = {"student_stops": student.stops, "teacher_stops": teacher.stops}
+    aligner = TokenAligner(*tokenizers, settings.method, band=settings.dp.band, **stops)
     rows = [source[i] for i in range(min(len(source), ALIGNED_ROWS))]
     num_chunks = 0
     for row in rows:

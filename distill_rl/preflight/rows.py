@@ -22,13 +22,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
 """Characters of a value that is shown as an example."""
 
+Documents = Sequence[Mapping[str, Any]]
+
 
 def check_chats(
-    config: Config,
-    rows: Sequence[Mapping[str, Any]],
-    student: OpenedModel,
-    teachers: Sequence[OpenedTeacher],
-    findings: RunFindings,
+    config: Config, rows: Documents, student: OpenedModel, teachers: Sequence[OpenedTeacher], findings: RunFindings
 ) -> None:
     """Renders a sample of chats as the run will, and adds what is wrong or worth knowing to the findings.
 
@@ -57,7 +55,7 @@ def check_chats(
             _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, None, findings)
 
 
-def _unknown_roles(roles: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unknown_roles(roles: Sequence[str], rows: Documents) -> Iterator[str]:
     seen = {message["role"] for row in rows for message in row["messages"]}
     for role in roles:
         if role not in seen and role not in _ROLES:
@@ -71,7 +69,7 @@ def _render_all(
     key: str,
     model: OpenedModel,
     whose: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Documents,
     roles: Collection[str] | None,
     findings: RunFindings,
 ) -> list[str] | None:
@@ -96,7 +94,7 @@ def _render_all(
     return texts
 
 
-def _other_template(teacher: OpenedTeacher, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> Iterator[str]:
+def _other_template(teacher: OpenedTeacher, rows: Documents, texts: Sequence[str]) -> Iterator[str]:
     """Yields a note on a teacher that reads the student's rows, if its own chat template writes them in another way."""
     tokenizer = teacher.tokenizer
     reads = f"{teacher.key}: {teacher.name} reads chats as the student's chat template writes them"
@@ -136,12 +134,7 @@ def _example(part: ChatPart, row: Mapping[str, Any]) -> str:
 
 
 def check_labels(
-    config: Config,
-    key: str,
-    kind: str,
-    documents: Sequence[Mapping[str, Any]],
-    student: OpenedModel,
-    findings: RunFindings,
+    config: Config, key: str, kind: str, documents: Documents, student: OpenedModel, findings: RunFindings
 ) -> None:
     """Tokenises sampled documents as the run will; adds what is wrong or worth knowing to the findings.
 
@@ -152,9 +145,8 @@ def check_labels(
     if student.tokenizer is None:
         return
     # What a template leaves out is checked with the chats.
-    tokenization = Tokenization.of(
-        student.tokenizer, replace(config.data, unrendered="warn"), format=kind, stops=student.stops
-    )
+    data = replace(config.data, unrendered="warn")
+    tokenization = Tokenization.of(student.tokenizer, data, format=kind, stops=student.stops)
     found = len(findings.problems)
     findings.attempt(key, partial(_require_label, config.data, key, kind, documents, tokenization))
     if kind == "messages" and tokenization.roles and len(findings.problems) == found:
@@ -162,9 +154,7 @@ def check_labels(
     findings.notes += _notes_on_special_tokens(key, kind, documents, tokenization)
 
 
-def _require_label(
-    data: DataConfig, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization
-) -> None:
+def _require_label(data: DataConfig, key: str, kind: str, documents: Documents, tokenization: Tokenization) -> None:
     for document in documents:  # special tokens that the tokenizer adds to a blank text do not count
         if not _is_blank(document, tokenization.roles) and tokenization.encode(document).has_labels:
             return
@@ -183,7 +173,7 @@ def _require_label(
     raise ConfigError(key, rule, value, remedy)
 
 
-def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization) -> Iterator[str]:
+def _notes_on_turns(key: str, documents: Documents, tokenization: Tokenization) -> Iterator[str]:
     """Yields how many of the turns that are trained on teach to stop, and where tokens cross their borders."""
     taught = labelled = 0
     says_something = False
@@ -212,9 +202,7 @@ def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenizati
         yield f"{key}: {where}, which is learnt as a whole, such as {token!r} in row {row}"
 
 
-def _notes_on_special_tokens(
-    key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization
-) -> Iterator[str]:
+def _notes_on_special_tokens(key: str, kind: str, documents: Documents, tokenization: Tokenization) -> Iterator[str]:
     """Yields a note on rows whose texts hold what a special token is written as."""
     part = "messages" if kind == "messages" else "text"
     rows = [document["row"] for document in documents if tokenization.stops.quoted_in(document[part])]

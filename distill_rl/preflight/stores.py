@@ -14,12 +14,8 @@ from unicodedata import is_normalized
 from distill_rl.config.derive import sizes, total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.data.batch.document_aligner import (
-    CrossTokenizerTeacher,
-    DocumentAligner,
-    StoredTargets,
-    ref_and_tokens,
-)
+from distill_rl.data.batch import document_aligner
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization, name_of
 from distill_rl.data.loader import Joining
 from distill_rl.data.routing import asked, weights_of
@@ -30,6 +26,8 @@ from distill_rl.run.opened import OpenedRun, RunFindings, held_out_batches, trai
 from distill_rl.store.store import FILE, SHARDS, Manifest, Store, description_problems, short, unmarked
 from distill_rl.system.files import size_of, size_text
 from distill_rl.types import Row, TrainState, row_of
+
+Document = Mapping[str, Any]
 
 _TOKEN_BYTES = 6
 """Bytes of a token in a store beside its targets: the token, and its part of the index."""
@@ -220,7 +218,7 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
             findings.notes.append(f"{opened.key}: the store lacks {missing}; they {does}")
 
 
-def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
+def _trained_on(config: Config, training: Any) -> Iterator[Document]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
     epochs, repeated = config.train.epochs, config.repeats_documents
     if repeated and (epochs is None or epochs > 1):
@@ -236,7 +234,7 @@ def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     return documents if repeated or Joining.of(config.data) is not None else _once(documents)
 
 
-def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _once(documents: Iterable[Document]) -> Iterator[Document]:
     seen: set[Row] = set()
     for document in documents:
         if (row := row_of(document)) not in seen:
@@ -245,10 +243,7 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 
 
 def _look_up(
-    run: OpenedRun,
-    documents: Iterable[tuple[Mapping[str, Any], str]],
-    stores: Mapping[int, Store],
-    say: Callable[[str], None],
+    run: OpenedRun, documents: Iterable[tuple[Document, str]], stores: Mapping[int, Store], say: Callable[[str], None]
 ) -> dict[int, MissingDocuments]:
     """What each store lacks, by the index of its teacher. Each document comes with the word for its row."""
     # 1. The first documents are tokenised, divided and found by their tokens, as in the run.
@@ -269,9 +264,8 @@ def _look_up(
         if known and names_tell and checked > _SURELY:
             continue
         pieces, names = pieces_of(document)
-        lacking = [
-            i for i, store in needed.items() if not all(store.has(*ref_and_tokens(piece, i, names)) for piece in pieces)
-        ]
+        look = document_aligner.ref_and_tokens
+        lacking = [i for i, of in needed.items() if not all(of.has(*look(piece, i, names)) for piece in pieces)]
         names_tell = names_tell and not (known and lacking)
         for i in lacking:
             found[i].count += 1
@@ -280,7 +274,7 @@ def _look_up(
     return found
 
 
-def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
+def _is_known(document: Document, stores: Iterable[Store]) -> bool:
     """Whether every store has a document whole, by its name."""
     # Not known of a chat, whose name depends on its template, nor of a text in another form than NFC, which has the
     # name of that form, but perhaps other tokens.
@@ -291,9 +285,7 @@ def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
     return all(store.has_whole(name) for store in stores)
 
 
-def _divider(
-    run: OpenedRun, stored: StoredTargets
-) -> Callable[[Mapping[str, Any]], tuple[list[Any], dict[int, bytes]]]:
+def _divider(run: OpenedRun, stored: StoredTargets) -> Callable[[Document], tuple[list[Any], dict[int, bytes]]]:
     """How a document is divided into pieces, and what the teachers call it; nothing for one that cannot be read."""
     config, student = run.config, run.student
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
@@ -307,4 +299,4 @@ def _divider(
             crossing[i] = CrossTokenizerTeacher.of(
                 opened.name, *tokenizers, config.aligner, student_stops=stops[0], stops=stops[1]
             )
-    return DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of
+    return document_aligner.DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of

@@ -81,8 +81,7 @@ class Driver:
             about=about(job),
         )
         store.clean_up()
-        resumed = checkpoints.find(store, kept.resume, lambda text: say(f"damaged   {text}"))
-        if resumed:
+        if resumed := checkpoints.find(store, kept.resume, lambda text: say(f"damaged   {text}")):
             job = job.going_on(resumed.state.fingerprints)
             checkpoints.require_same(resumed.state.fingerprints, job.fingerprints)
             say(f"resuming  from {resumed.path}")

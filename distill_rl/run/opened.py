@@ -84,13 +84,9 @@ class Comparison:
         Raises:
             ConfigError: the settings do not allow such a pair.
         """
-        shared = shared_vocabulary(
-            student.tokenizer,
-            teacher.tokenizer,
-            student_stops=student.stops,
-            teacher_stops=teacher.stops,
-            same=student.tokenizer_hash == teacher.tokenizer_hash,
-        )
+        stops = {"student_stops": student.stops, "teacher_stops": teacher.stops}
+        same = student.tokenizer_hash == teacher.tokenizer_hash
+        shared = shared_vocabulary(student.tokenizer, teacher.tokenizer, same=same, **stops)
         loss = cross_tokenizer_loss(config, teacher.settings, same=shared is not None)
         if shared is None or loss is not None:
             return cls(loss)
@@ -125,7 +121,7 @@ class OpenedModel:
     @property
     def runs(self) -> bool:
         """Whether the run loads the model."""
-        return True
+        return self.settings.origin.runs_model
 
     @property
     def has_config(self) -> bool:
@@ -189,8 +185,7 @@ class OpenedModel:
         model, key = self.settings, f"{self.key}.tokenizer"
         path, revision = described_by(model)
         if not self.has_config:
-            folder = _located(key, path, None, findings)
-            if folder is not None:
+            if (folder := _located(key, path, None, findings)) is not None:
                 self.folder = folder
                 self.stops = findings.attempt(key, partial(model_files.configured_stops, folder)) or ()
                 self._open_tokenizer(folder, findings)
@@ -253,10 +248,6 @@ class OpenedTeacher(OpenedModel):
     """With another tokenizer: which cross-tokenizer loss suits it, by a sample of the training data."""
     store: Store | None = None
     """That it is read from."""
-
-    @property
-    def runs(self) -> bool:
-        return self.settings.origin.runs_model
 
     @property
     def has_config(self) -> bool:

@@ -195,8 +195,7 @@ def _attempt(logs: Path) -> int:
         if not (text.isdecimal() and text.isascii() and int(text) >= 1):
             raise ConfigError(ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
         return int(text)
-    names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
-    matches = [re.fullmatch(r"attempt_([0-9]+)", name) for name in names]
+    matches = [re.fullmatch(r"attempt_([0-9]+)", entry.name) for entry in logs.glob("attempt_*")]
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
@@ -207,10 +206,8 @@ def _link_to_outside(root: Path) -> Path | None:
         return root
     within = root.resolve()
     folders = [folder for folder in (root, root / "logs", root / "checkpoints") if folder.is_dir()]
-    for entry in (entry for folder in folders for entry in folder.iterdir()):
-        if entry.is_symlink() and not entry.resolve().is_relative_to(within):
-            return entry
-    return None
+    links = (entry for folder in folders for entry in folder.iterdir() if entry.is_symlink())
+    return next((link for link in links if not link.resolve().is_relative_to(within)), None)
 
 
 def _entries(root: Path) -> list[Path]:

@@ -232,8 +232,7 @@ def _create(
     evaluator = None
     if ranks := evaluators(config):
         evaluation = ranks, threads, config.evaluate.timeout_s, config.run.name
-        names = placement.evaluator_names(EVALUATOR, ranks)
-        evaluator = WorkerGroup(EvalWorker, names, *reserved, *evaluation)
+        evaluator = WorkerGroup(EvalWorker, placement.evaluator_names(EVALUATOR, ranks), *reserved, *evaluation)
     return Starting(config, calls, student, teachers, aligners, evaluator)
 
 

@@ -155,10 +155,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
+            row = None
+            with suppress(ValueError, RecursionError):
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                row = None
             if isinstance(row, dict):
                 yield row
 

@@ -261,8 +261,7 @@ class Child:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        is_valid = isinstance(reply, dict) and reply.get("done", self._request_id) == self._request_id
-        return reply if is_valid else {}
+        return reply if isinstance(reply, dict) and reply.get("done", self._request_id) == self._request_id else {}
 
     def _wait(self, descriptor: int, event: int, hang_s: float) -> None:
         """Waits until a poll event occurs on a file descriptor, or it is closed or fails."""
@@ -296,10 +295,9 @@ class Child:
     def reap(self) -> int | None:
         """Waits for the killed process and closes its streams; returns its exit code (negative: the signal), or None if
         it still exists after `REAP_S` seconds."""
-        try:
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(REAP_S)
-        except subprocess.TimeoutExpired:
-            code = None
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):

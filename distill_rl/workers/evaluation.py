@@ -87,8 +87,7 @@ class RayExecutor:
 
     def __post_init__(self) -> None:
         again = "give the same command again" + (": it goes on where it stopped" if self.logs else "")
-        late = "raise --deadline, or lower --batch-size"
-        self._calls = Calls(self.interrupted, after_death=again, when_late=late)
+        self._calls = Calls(self.interrupted, after_death=again, when_late="raise --deadline, or lower --batch-size")
         self._open = ExitStack()
         self._group: WorkerGroup | None = None
         self._ranks = 1
@@ -323,8 +322,7 @@ class Evaluations:
         if self._group is None:
             return
         due = _Due(step)
-        problem = self.copy(self._source(due))
-        if problem is not None:
+        if (problem := self.copy(self._source(due))) is not None:
             log.warning("no evaluation of step %d, training goes on: %s", step, problem)
             return
         self._waiting.append(due)

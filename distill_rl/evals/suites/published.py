@@ -314,7 +314,7 @@ def _topic(subject: str) -> str:
 def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
     """Reads a split (`test` or `dev`) of MMLU: its questions, and the files that they come from."""
     columns = {"question": _QUESTION, "answer": _LETTER, "choices": (*_CHOICES, *LETTERS.lower())}
-    rows, files = sources.read_split(data, sources.MMLU, split, columns, header=_HEADER)
+    rows, files = sources.read_split(data, sources.MMLU, split, columns, foreign={}, header=_HEADER)
     return sources.convert_rows(rows, lambda row: _question(row, split, alone=len(files) == 1)), files
 
 
@@ -326,8 +326,7 @@ def _first_examples(
     for question in dev:
         if question.subject in examples:
             examples[question.subject].append(question)
-    too_few = {subject: len(members) for subject, members in examples.items() if len(members) < count}
-    if too_few:
+    if too_few := {subject: len(members) for subject, members in examples.items() if len(members) < count}:
         subject = min(too_few, key=lambda candidate: too_few[candidate])
         more = f" ({len(too_few)} subjects have fewer than {count})" if len(too_few) > 1 else ""
         rule = f"must be at most {too_few[subject]}, the examples of {subject} in {files[0]}{more}"

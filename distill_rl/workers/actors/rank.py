@@ -180,9 +180,17 @@ class RankWorker(GroupMember):
         # Also sets this process's random seeds and number of torch threads.
         # Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that
         # Ray assigned, otherwise the CPU.
+        import torch
+
         from distill_rl.parallel.mesh import open_world
 
-        _prepare_process(self._config.run.seed, self._threads)
+        # OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
+        seed = self._config.run.seed
+        faulthandler.enable()  # prints stacks if this process crashes
+        torch.set_num_threads(self._threads)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         store = self._meet(host, port, parallel.dp * parallel.ranks_per_row)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
@@ -266,15 +274,3 @@ def limit_gpu_memory(share: float, index: int) -> None:
 
     total = torch.cuda.get_device_properties(index).total_memory
     torch.cuda.set_per_process_memory_fraction(max(share - CONTEXT_BYTES / total, 0.0), index)
-
-
-def _prepare_process(seed: int, threads: int) -> None:
-    """Seeds Python, NumPy and torch, sets torch's number of threads, and prints stacks if this process crashes."""
-    # OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
-    import torch
-
-    faulthandler.enable()
-    torch.set_num_threads(threads)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

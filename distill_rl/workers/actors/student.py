@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Result = Published | Failed | Together
+"""What a teacher's replica has published, or why it has not; or what several have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retryable:
@@ -111,12 +114,7 @@ class StudentWorker(RankWorker):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
-        self,
-        rows: Sequence[RankBatch],
-        sub_batch: int,
-        last: bool,
-        teacher_sizes: Sequence[int],
-        *results: Published | Failed | Together,
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *results: Result
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -145,8 +143,7 @@ class StudentWorker(RankWorker):
             targets = self._open_targets(batch, teacher_sizes, results, opened)
             if isinstance(targets, Retryable):
                 return targets
-            scores = self._scores(batch, targets.published)
-            metrics = self._engine.forward_backward(batch, targets, scores, last=last)
+            metrics = self._engine.forward_backward(batch, targets, self._scores(batch, targets.published), last=last)
         if last:
             metrics |= self._engine.optim_step()
         self._next_sub_batch = 0 if last else sub_batch + 1
@@ -158,11 +155,7 @@ class StudentWorker(RankWorker):
         return metrics | self._take_measurements() if last else metrics
 
     def _open_targets(
-        self,
-        batch: RankBatch,
-        sizes: Sequence[int],
-        results: Sequence[Published | Failed | Together],
-        opened: ExitStack,
+        self, batch: RankBatch, sizes: Sequence[int], results: Sequence[Result], opened: ExitStack
     ) -> _FetchedTargets | Retryable:
         """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could."""
         # Collective, unless a teacher has failed, or none has published anything.
@@ -203,12 +196,7 @@ class StudentWorker(RankWorker):
         return measured
 
     def evaluate(
-        self,
-        rows: Sequence[RankBatch],
-        sub_batch: int,
-        last: bool,
-        teacher_sizes: Sequence[int],
-        *results: Published | Failed | Together,
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *results: Result
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 

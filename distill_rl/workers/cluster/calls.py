@@ -320,9 +320,7 @@ class Calls:
         return self.monitor.where(name) if self.monitor else name
 
 
-def _outcomes(
-    refs: Sequence[ray.ObjectRef],
-) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
+def _outcomes(refs: Sequence[ray.ObjectRef]) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
     """Returns the results of those calls that succeeded, and the errors of those that failed. All must have ended."""
     results: dict[ray.ObjectRef, Any] = {}
     errors: dict[ray.ObjectRef, BaseException] = {}

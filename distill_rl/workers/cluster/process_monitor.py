@@ -209,8 +209,7 @@ class ProcessMonitor:
                 _end(self._remote_monitors.pop(node, None))
         for node, processes in nodes.items():
             if node not in self._pending:
-                ref = self._monitor_on(node).states.remote(processes)
-                self._pending[node] = ref, list(processes), time.monotonic()
+                self._pending[node] = self._monitor_on(node).states.remote(processes), list(processes), time.monotonic()
 
     def _monitor_on(self, node: str) -> Any:
         """Returns the NodeMonitor actor on another node, created at its first use."""

@@ -192,8 +192,7 @@ def _local_ray(
         with _kill_on_sigterm(roots):
             ray.shutdown()
         fork_server.end()
-        left = end(family, _END_S, kill=False)
-        if left:
+        if left := end(family, _END_S, kill=False):
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
         end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)

@@ -107,10 +107,8 @@ def gauge_of(name: str, value: float) -> tuple[str, float, str]:
     `of`.
     """
     first, *rest = name.split("/")
-    if first == "timing":
-        return "timing_seconds", value, "/".join(rest)
-    if first == "eval":
-        return "eval_score", value, "/".join(rest)
+    if gauge := {"timing": "timing_seconds", "eval": "eval_score"}.get(first):
+        return gauge, value, "/".join(rest)
     return re.sub(r"[^A-Za-z0-9_]", "_", "_".join([first, *rest[:1]])), value, "/".join(rest[1:])
 
 
