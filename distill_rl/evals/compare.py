@@ -111,11 +111,8 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
             notes.append(f"{suite}: {reference} has no result, so there is nothing to compare with")
         notes += _different_settings(suite, rows)
         for row in rows:
-            if (
-                base is not None
-                and row.model != reference
-                and (items := _item_scores(row, notes, problems)) is not None
-            ):
+            items = None if base is None or row.model == reference else _item_scores(row, notes, problems)
+            if base is not None and items is not None:
                 row = _with_difference(row, items, base, reference, notes)
             compared[suite].append(row)
     remaining = {suite: iter(rows) for suite, rows in compared.items()}
