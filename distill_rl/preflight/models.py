@@ -54,10 +54,9 @@ def fit_problems(run: OpenedRun, *, gpus: int) -> Iterator[str]:
                 yield from attention.spread_problems(model.config, f"{model.key}.parallel.sp") if sp > 1 else ()
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
-            lines = families.split_problems(
-                model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp"
-            )
-            yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
+            key, backend = "evaluate.parallel.tp", evaluate.backend
+            lines = families.split_problems(model.config, split, backend=backend, setting=key)
+            yield from (f"{key}: {model.name}: {text}" for text in lines)
         if evaluate.suites and evaluate.engine and (model.key == "student" or evaluate.teachers):
             limit = families.length_limit(model.config)
             if limit is not None and limit.kind == "dynamic":
@@ -210,10 +209,9 @@ def packing_notes(config: Config, models: Sequence[OpenedModel]) -> Iterator[str
         return
     packed = [model.config for model in models if model.config and not model.settings.origin.engine]
     if types := [config.model_type for config in packed if not families.family_of(config).proven]:
-        yield (
-            f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "
-            "tried when the weights are loaded, and the run ends there if they do (then set data.packing=false)"
-        )
+        tried = "whether packed documents see each other is tried when the weights are loaded"
+        then = "the run ends there if they do (then set data.packing=false)"
+        yield f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; {tried}, and {then}"
 
 
 def _implementation(model: OpenedModel, *, packing: bool, gpus: int) -> str:

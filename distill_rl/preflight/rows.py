@@ -186,9 +186,7 @@ def _notes_on_turns(key: str, documents: Documents, tokenization: Tokenization) 
         taught += len(learnt) > 0 and int(learnt[-1]) in tokenization.stops.ids
         says_something = says_something or bool(set(learnt.tolist()) - tokenization.stops.ids)
         borders = np.array([border for span in spans or () for border in span])[:, None]
-        inside = (
-            ((offsets[:, 0] < borders) & (borders < offsets[:, 1])).any(axis=0) if len(borders) else np.zeros(0, bool)
-        )
+        inside = ((offsets[:, 0] < borders) & (borders < offsets[:, 1])).any(axis=0)
         if inside.any():
             crossing.append((document["row"], tokenization.tokenizer.decode(ids[inside][:1])))
     if labelled and not says_something:

@@ -198,9 +198,8 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
         return
     say("the documents of the run are looked up in the stores of targets")
     validated_on = chain.from_iterable(batch.documents for batch in held_out_batches(run.config, run.validation))
-    documents = chain(
-        zip(_trained_on(run.config, run.train), repeat("row")), zip(validated_on, repeat("validation row"))
-    )
+    trained_on = zip(_trained_on(run.config, run.train), repeat("row"))
+    documents = chain(trained_on, zip(validated_on, repeat("validation row")))
     for i, missing in _look_up(run, documents, stored, say).items():
         if not missing.count:
             continue
@@ -227,9 +226,8 @@ def _trained_on(config: Config, training: Any) -> Iterator[Document]:
     elif epochs is None and config.train.steps is None:  # train.minutes: how many they will be is not known
         epochs = 1.0
     order = training.order(config.run.seed, windowed=training.windowed)
-    loader = training_batches(
-        replace(config, train=replace(config.train, epochs=epochs)), training, order, TrainState()
-    )
+    config = replace(config, train=replace(config.train, epochs=epochs))
+    loader = training_batches(config, training, order, TrainState())
     documents = chain.from_iterable(batch.documents for batch in loader)
     return documents if repeated or Joining.of(config.data) is not None else _once(documents)
 
@@ -295,8 +293,7 @@ def _divider(run: OpenedRun, stored: StoredTargets) -> Callable[[Document], tupl
     for i, opened in enumerate(run.teachers):
         if opened.cross_tokenizer_loss is not None:
             lengths[i] = config.length_of(opened.settings)
-            tokenizers, stops = (student.tokenizer, opened.tokenizer), (student.stops, opened.stops)
-            crossing[i] = CrossTokenizerTeacher.of(
-                opened.name, *tokenizers, config.aligner, student_stops=stops[0], stops=stops[1]
-            )
+            tokenizers = student.tokenizer, opened.tokenizer
+            stops = {"student_stops": student.stops, "stops": opened.stops}
+            crossing[i] = CrossTokenizerTeacher.of(opened.name, *tokenizers, config.aligner, **stops)
     return document_aligner.DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of

@@ -263,9 +263,8 @@ def cut(projection: Projection, sample: Sample) -> Cut:
         [np.arange(start, stop) for start, stop in zip(projection.indptr[student], projection.indptr[student + 1])]
     )
     columns = projection.indices[entries]
-    teacher = np.unique(np.concatenate([labels[1], common[1], columns, _spread(projection.num_teacher)])).astype(
-        np.int64
-    )
+    needed = [labels[1], common[1], columns, _spread(projection.num_teacher)]
+    teacher = np.unique(np.concatenate(needed)).astype(np.int64)
     kept = np.isin(projection.student_common, student) & np.isin(projection.teacher_common, teacher)
     pairs = projection.student_common[kept], projection.teacher_common[kept]
     values = projection.values[entries]

@@ -17,7 +17,6 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.loader import Loader
 from distill_rl.data.order import Order
-from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError
 from distill_rl.models.files import resolve
 from distill_rl.run.opened import OpenedRun, OpenedTeacher, held_out_batches, training_batches, with_adapters
@@ -42,19 +41,6 @@ class Job:
     fingerprints: dict[str, str]
     """Hashes, by name, of everything that must be unchanged when the run is resumed."""
 
-    @property
-    def train(self) -> Source | Mixture:
-        return self.opened.train
-
-    @property
-    def validation(self) -> Source | Interleaved | None:
-        return self.opened.validation
-
-    @property
-    def data_format(self) -> str:
-        """`text` or `messages`, as found in the data."""
-        return self.train.kind
-
     def going_on(self, saved: Mapping[str, str]) -> Job:
         """This job in the order of the data of a checkpoint, given its fingerprints.
 
@@ -70,15 +56,15 @@ class Job:
     def order(self) -> Order:
         """The global order of the training documents."""
         windowed = self.fingerprints[_ORDER] != _order_name(self.config, windowed=False)
-        return self.train.order(self.config.run.seed, windowed=windowed)
+        return self.opened.train.order(self.config.run.seed, windowed=windowed)
 
     def loader(self, start: TrainState | None = None) -> Loader:
         """The training batches, from `start` on; None: from the first."""
-        return training_batches(self.config, self.train, self.order, start or TrainState())
+        return training_batches(self.config, self.opened.train, self.order, start or TrainState())
 
     def validation_batches(self) -> Iterator[DocumentBatch]:
         """The batches of held-out documents; none without validation data."""
-        return held_out_batches(self.config, self.validation)
+        return held_out_batches(self.config, self.opened.validation)
 
 
 def prepare(run: OpenedRun, paths: RunPaths) -> Job:

@@ -237,7 +237,8 @@ def _create(
 
 
 def _aligner_arguments(job: Job) -> tuple[Any, ...]:
-    return job.config, job.data_format, job.plan, tuple(spec is not None for spec in job.cross_tokenizer_specs)
+    other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
+    return job.config, job.opened.train.kind, job.plan, other_tokenizer
 
 
 def _pool(job: Job, actors: Starting) -> AlignerPool:

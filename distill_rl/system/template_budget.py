@@ -253,14 +253,13 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         variables = {"tools": None, "documents": None, "add_generation_prompt": False, **request["variables"]}
+        variables |= {"messages": request["messages"], "strftime_now": FIXED_DATE}
         processes.send(replies, {"begun": request["number"]})
         processes.limit_memory(start + limit_bytes)
         processes.limit_time(limit_s)
         excess = ""
         try:
-            _compiled(request["template"]).render(
-                **variables | {"messages": request["messages"], "strftime_now": FIXED_DATE}
-            )
+            _compiled(request["template"]).render(variables)
         except MemoryError:
             excess = _TOO_LARGE
         except Exception:  # a chat that the template refuses is not a matter of limits
@@ -292,9 +291,8 @@ def _compiled(text: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    extensions = [Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     return environment.from_string(text)
