@@ -324,9 +324,8 @@ class WorkerGroup:
             nodes = {self._process(rank).node_id for rank in range(leader, leader + size)}
             stores |= self.submit("serve_store", size, len(nodes) == 1, ranks=[leader])
             if len(nodes) > 1:
-                what = f"{self.names[leader]} and the {size - 1} ranks of its group communicate"
-                way = f"between {len(nodes)} nodes, unencrypted"
-                log.info("%s %s, and without a token of those that reach their ports", what, way)
+                what = f"{self.names[leader]} and the {size - 1} ranks of its group communicate between {len(nodes)}"
+                log.info("%s nodes, unencrypted, and without a token of those that reach their ports", what)
         addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
         calls: Refs = {}
         for rank in members:

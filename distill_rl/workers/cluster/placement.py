@@ -346,9 +346,7 @@ def _could_hold(plan: PlacementPlan) -> bool:
     """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs."""
     # That is in all, and for each bundle on some node.
     total, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return _has(total, _asked(plan.bundles)) and all(
-        any(_has(node, bundle) for node in nodes) for bundle in plan.bundles
-    )
+    return _has(total, _asked(plan.bundles)) and all(any(_has(node, each) for node in nodes) for each in plan.bundles)
 
 
 def _has(resources: Mapping[str, float], asked: Mapping[str, float]) -> bool:
