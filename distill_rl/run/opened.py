@@ -27,7 +27,7 @@ from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
 from distill_rl.models import files as model_files
 from distill_rl.models.classes import survey
-from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
+from distill_rl.run.shared_vocabulary import SharedVocabulary, shared_vocabulary, some, tokens_beyond
 from distill_rl.store.store import TEACHER, Store, read_manifest, served_identity
 from distill_rl.types import DocumentBatch, TrainState
 
@@ -236,7 +236,8 @@ class OpenedModel:
     def _take(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.tokenizer_hash = tokenizer, model_files.tokenizer_hash(tokenizer)
         self.beyond = tokens_beyond(tokenizer, self.columns, stops=self.stops) or ()
-        self.vocabulary_size = readable_ids(tokenizer, self.columns, stops=self.stops)
+        # All ids of the tokenizer, but for added ones beyond the model's table.
+        self.vocabulary_size = self.columns if self.beyond else model_files.vocabulary_size(tokenizer)
 
 
 @dataclass

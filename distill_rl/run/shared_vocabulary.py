@@ -100,11 +100,6 @@ def _merely_added(tokenizer: Any, size: int, stops: Sequence[int], *, writes: bo
     return None if any(token in template for token in more) else tuple(sorted(more, key=more.__getitem__))
 
 
-def readable_ids(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) -> int:
-    """Number of ids of a tokenizer that its model can read: all, but for added ones beyond the model's table."""
-    return columns if tokens_beyond(tokenizer, columns, stops=stops) else vocabulary_size(tokenizer)
-
-
 def _below(tokenizer: Any, size: int) -> dict[str, Any]:
     """All that decides the ids of a text that has none of the ids from `size` on."""
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
