@@ -209,13 +209,10 @@ def _start(node: RayNode, command: Sequence[str], deadline: float) -> subprocess
     """Runs `command` (`ray start`) until Ray is up, and returns its process. Its output is appended to the node's log."""
     # Repeats it until `deadline` (of `time.monotonic`) if Ray ended only because it was too slow: it allows a node 30 s. All descendants of
     # this process are then killed first.
-    # Of Ray's processes: tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
-    environment = allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
     while True:
         log_start = node.log.stat().st_size if node.log.exists() else 0
         with node.log.open("ab") as output:
-            ray = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            ray = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(node))
 
         def printed(text: str) -> bool:
             return text in node.log.read_bytes()[log_start:].decode(errors="replace")  # noqa: B023
@@ -283,6 +280,13 @@ def _command(node: RayNode, ip: str, head: str, folder: Path) -> list[str]:
     options = [f"--{name}={value}" for name, value in settings.items() if value not in (None, "")]
     role = ["--head"] if node.is_head else []
     return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role, *options]
+
+
+def _environment(node: RayNode) -> dict[str, str]:
+    """Returns the environment of Ray's processes: what `allowed_variables` keeps, and the token's file."""
+    # Tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
+    return allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
 
 
 def address_of_this_machine(towards: str = "", interface: str = "") -> str:
