@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.results import paired_bootstrap
 from distill_rl.observe.log import printable
-from distill_rl.observe.report.scores import (
-    SETTINGS,
-    Difference,
-    Evaluation,
-    Score,
-    read_folders,
-    read_runs,
-    read_score,
-)
+from distill_rl.observe.report import scores as reported
+from distill_rl.observe.report.scores import Difference, Evaluation, Score
 
 NAMES_SHOWN = 3
 MAX_PROBLEMS = 20
@@ -52,14 +46,14 @@ def find(paths: Sequence[Path]) -> Evaluation:
         ConfigError: paths without a result; all of them are listed.
     """
     found = [(path, _model_folders(path)) for path in paths]
-    problems = [_no_results(path) for path, folders in found if not folders]
-    if problems:
+    if problems := [_no_results(path) for path, folders in found if not folders]:
         raise ConfigError.many(problems)
     names = _labels(list(dict.fromkeys(folder for _, folders in found for folder in folders)))
     unread = dict(names)
     scores: list[Score] = []
     for _, folders in found:
-        group_scores, damaged = read_folders({folder: unread.pop(folder) for folder in folders if folder in unread})
+        group = {folder: unread.pop(folder) for folder in folders if folder in unread}
+        group_scores, damaged = reported.read_folders(group)
         scores += group_scores
         problems += damaged
     notes = [note for folder, name in names.items() for note in _unfinished(folder, name)]
@@ -80,7 +74,7 @@ def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = 
     Raises:
         ConfigError: no model is called `baseline`; the message lists those that there are.
     """
-    return compare(read_runs([root, *comparisons]), baseline)
+    return compare(reported.read_runs([root, *comparisons]), baseline)
 
 
 def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
@@ -117,10 +111,9 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
             notes.append(f"{suite}: {reference} has no result, so there is nothing to compare with")
         notes += _different_settings(suite, rows)
         for row in rows:
-            if base is not None and row.model != reference:
-                items = _item_scores(row, notes, problems)
-                if items is not None:
-                    row = _with_difference(row, items, base, reference, notes)
+            items = None if base is None or row.model == reference else _item_scores(row, notes, problems)
+            if base is not None and items is not None:
+                row = _with_difference(row, items, base, reference, notes)
             compared[suite].append(row)
     remaining = {suite: iter(rows) for suite, rows in compared.items()}
     scores = tuple(next(remaining[score.suite]) for score in evaluation.scores)
@@ -159,10 +152,9 @@ def read_items(file: Path) -> Items:
 
 
 def _parse_item(line: bytes) -> tuple[str, ItemScore]:
-    try:
+    row = None
+    with suppress(ValueError, RecursionError):
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("must be one JSON object") from error
     if not isinstance(row, dict):
         raise ValueError("must be one JSON object")
     item_id, score, task = row.get("id"), row.get("score"), row.get("task", "")
@@ -217,7 +209,7 @@ def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
     # differs, since other settings change the prompts.
     found = False
     sampled = [row for row in rows if row.facts.get("limit", "none") != "none"]
-    for setting in SETTINGS:
+    for setting in reported.SETTINGS:
         models_by_value: dict[str, list[str]] = {}
         if found and setting == "prompts_sha256":
             continue
@@ -252,12 +244,7 @@ def _no_results(path: Path) -> str:
     if (path / "metrics.jsonl").is_file():
         rule = "must hold evaluation results, as other paths are not run directories with a metrics.jsonl"
         return str(ConfigError(str(path), rule, "a run directory without results", "give run directories alone"))
-    if path.is_dir():
-        got = "a folder that is neither"
-    elif path.exists():
-        got = "a file"
-    else:
-        got = "no such folder"
+    got = "a folder that is neither" if path.is_dir() else "a file" if path.exists() else "no such folder"
     rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
     return str(ConfigError(str(path), rule, got, "give the folder that distill-rl train or eval wrote"))
 
@@ -268,7 +255,7 @@ def _looks_like_result(file: Path) -> bool:
     if file.with_name(file.stem + ITEMS).is_file():
         return True
     try:
-        return not file.name.startswith(".") and read_score(file, "") is not None
+        return not file.name.startswith(".") and reported.read_score(file, "") is not None
     except DataError:
         return True
 

@@ -95,7 +95,7 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
     return converted
 
 
-def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None = None) -> None:
+def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns) -> None:
     """Checks that every file has the columns of its suite. A file whose rows were all unreadable has none and passes.
 
     Args:
@@ -115,7 +115,7 @@ def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None
             if columns and not any(name in columns for name in names):
                 allowed = " or ".join(f"`{name}`" for name in names)
                 problems.append(str(DataError(str(file), f"must have a column with the {kind} ({allowed})", listed)))
-        for kind, names in (foreign or {}).items():
+        for kind, names in foreign.items():
             if any(name in columns for name in names):
                 rule = f"must have no column with {kind}, which belongs to the data of another suite"
                 problems.append(str(DataError(str(file), rule, listed)))
@@ -129,8 +129,7 @@ def first_value(row: Row, names: Sequence[str]) -> Any:
     """The first value in the named columns that is neither missing nor empty; else an empty text if one has it; else
     None."""
     values = [row.values[name] for name in names if row.values.get(name) is not None]
-    filled = [value for value in values if value != ""]
-    return next(iter(filled or values), None)
+    return next(iter([value for value in values if value != ""] or values), None)
 
 
 def required_text(row: Row, names: Sequence[str]) -> str:
@@ -166,8 +165,7 @@ def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) ->
         exact: hash every character; otherwise runs of white space count as one blank, and white space at the ends is
             ignored.
     """
-    digests = sorted(_digest(texts, exact=exact) for texts in contents)
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(_digest(texts, exact=exact) for texts in contents)).encode()).hexdigest()
 
 
 def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
@@ -306,18 +304,13 @@ _ALL = frozenset(alias for names in (MATH, MATH500, MMLU, GSM8K) for alias in na
 
 
 def read_split(
-    data: Path,
-    names: DataSetNames,
-    split: str,
-    columns: Columns,
-    foreign: Columns | None = None,
-    header: Sequence[str] = (),
+    data: Path, names: DataSetNames, split: str, kinds: Columns, foreign: Columns, header: Sequence[str] = ()
 ) -> tuple[list[Row], list[Path]]:
     """Finds a split of a data set, reads all of its rows in order, and returns them with the files that they come from.
 
     Args:
         data, names, split: as `find` takes them.
-        columns, foreign: the columns that the files must have and must not have, as `require_columns` takes them.
+        kinds, foreign: the columns that the files must have and must not have, as `require_columns` takes them.
         header: the columns of CSV files that do not name them.
 
     Raises:
@@ -325,7 +318,7 @@ def read_split(
     """
     files = find(data, names, split)
     rows = [row for file in files for row in read_rows(file, header)]
-    require_columns(rows, columns, foreign)
+    require_columns(rows, kinds, foreign)
     return rows, files
 
 
@@ -415,10 +408,8 @@ def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
     wanted = {alias + split for alias in names.aliases}
     if split == "test":
         wanted |= set(names.aliases)
-    for folder in (data, *(child for child in _folders(data) if _canonical(child.name) in names.hosts)):
-        if files := _matching(folder, wanted):
-            return files
-    return []
+    folders = data, *(child for child in _folders(data) if _canonical(child.name) in names.hosts)
+    return next(filter(None, (_matching(folder, wanted) for folder in folders)), [])
 
 
 def _other_split(file: Path, split: str) -> list[Path]:
@@ -432,8 +423,7 @@ def _other_split(file: Path, split: str) -> list[Path]:
 def _matching(folder: Path, wanted: set[str]) -> list[Path]:
     """Files whose bare name is among `wanted`; one file is preferred to numbered shards."""
     files = [file for file in _entries(folder) if _canonical(_SHARD.sub("", file.stem)) in wanted]
-    unsharded = [file for file in files if not _SHARD.search(file.stem)]
-    return _one_form(unsharded)[:1] or _one_form(files)
+    return _one_form([file for file in files if not _SHARD.search(file.stem)])[:1] or _one_form(files)
 
 
 def _one_form(files: Iterator[Path] | Sequence[Path]) -> list[Path]:

@@ -114,7 +114,9 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[L
         problems += _id_problems(suite, questions)
         if options.strict:
             problems += questions.warnings
-        drawn = _draw(questions.items, options.limit, options.seed)
+        ids = sorted(item.id for item in questions.items)
+        random.Random(options.seed).shuffle(ids)
+        drawn = tuple(ids[: options.limit])  # a smaller limit takes the first part
         kept = set(drawn)
         items = tuple(item for item in questions.items if item.id in kept)
         loaded.append(LoadedSuite(suite, name, num_fewshot, replace(questions, items=items), drawn))
@@ -184,12 +186,4 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
     if not questions.items:
         return [str(DataError(f"suite {suite.name}", "must have at least one item", "none"))]
     repeated = [name for name, count in Counter(item.id for item in questions.items).items() if count > 1]
-    rule = "ids must be unique"
-    return [str(DataError(f"suite {suite.name}", rule, ", ".join(repeated[:5])))] if repeated else []
-
-
-def _draw(items: Sequence[Item], limit: int | None, seed: int) -> tuple[str, ...]:
-    """Returns the ids of `limit` items (None: of all) in a random order, of which a smaller limit takes the first part."""
-    ids = sorted(item.id for item in items)
-    random.Random(seed).shuffle(ids)
-    return tuple(ids[:limit])
+    return [str(DataError(f"suite {suite.name}", "ids must be unique", ", ".join(repeated[:5])))] if repeated else []

@@ -17,7 +17,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.options import LoadedSuite
 from distill_rl.evals.suites.base import Item
-from distill_rl.system.files import lock_file, read_json_lines, write_atomic, write_json
+from distill_rl.system.files import lock_file, read_json_lines, read_json_object, write_atomic, write_json
 
 if TYPE_CHECKING:
     from distill_rl.evals.grading.grader import Graded
@@ -227,7 +227,6 @@ def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
 
 def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:
     """The fields that every row has."""
-    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
     return {
         "id": item.id,
         "task": item.task,
@@ -238,7 +237,7 @@ def _row(item: Item, output: Output, outcome: str, score: float, extracted: str 
         "truncated": output.truncated,
         "num_tokens": output.num_tokens,
         "prompt_tokens": output.prompt_tokens,
-        "prompt": prompt,
+        "prompt": item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt],
     }
 
 
@@ -341,8 +340,7 @@ class ResultStore:
         """Takes over a complete result if there is one, otherwise the rows of the partial file, if any."""
         # A result whose items file lacks rows is ignored. Beside a complete result, a left-over partial file is
         # deleted.
-        result = _read_json(self._json)
-        if result is not None:
+        if result := read_json_object(self._json):
             self._require_same(result, self._json)
             self.rows = _by_id(read_json_lines(self._items))
             if len(self.rows) == result.get("num_items"):
@@ -350,8 +348,7 @@ class ResultStore:
                 self._partial.unlink(missing_ok=True)
                 return
             self.rows = {}  # the items file was deleted or damaged: evaluate again
-        lines = list(read_json_lines(self._partial))
-        if lines:
+        if lines := list(read_json_lines(self._partial)):
             self._require_same(lines[0], self._partial)
             self.device = lines[0].get("device")
             self.rows = _by_id(lines[1:])
@@ -363,12 +360,9 @@ class ResultStore:
             ConfigError: the existing rows come from another kind of device.
         """
         if self.rows and self.device not in (None, device):
-            raise ConfigError(
-                str(self._partial),
-                "was started on another kind of device, where dtype auto may differ",
-                f"{self.device}; now {device}",
-                "continue there, set --dtype, or delete it with --clean",
-            )
+            rule = "was started on another kind of device, where dtype auto may differ"
+            remedy = "continue there, set --dtype, or delete it with --clean"
+            raise ConfigError(str(self._partial), rule, f"{self.device}; now {device}", remedy)
         self.device = device
 
     def append(self, rows: Sequence[Row]) -> None:
@@ -376,7 +370,10 @@ class ResultStore:
         there are ignored."""
         new = {row["id"]: row for row in rows if row["id"] not in self.rows}
         if self._folder is not None and new:
-            self._file = self._file or self._open()
+            if self._file is None:  # without a half-written last line
+                lines = self.key | {"device": self.device}, *self.rows.values()
+                write_atomic(self._partial, b"".join(map(to_line, lines)))
+                self._file = self._partial.open("ab")
             self._file.write(b"".join(map(to_line, new.values())))
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -407,24 +404,13 @@ class ResultStore:
             self._file.close()
             self._file = None
 
-    def _open(self) -> BinaryIO:
-        """Rewrites the partial file without a half-written last line, and opens it for appending."""
-        header = self.key | {"device": self.device}
-        write_atomic(self._partial, b"".join(map(to_line, (header, *self.rows.values()))))
-        return self._partial.open("ab")
-
     def _require_same(self, existing: Mapping[str, Any], path: Path) -> None:
         """Checks that stored results have this store's key; further fields in `existing` do not matter."""
-        different = [name for name, value in self.key.items() if name not in existing or existing[name] != value]
-        if different:
+        if different := [name for name, value in self.key.items() if name not in existing or existing[name] != value]:
             was = ", ".join(f"{name} {existing.get(name)}" for name in different)
             now = ", ".join(f"{name} {self.key[name]}" for name in different)
-            raise ConfigError(
-                str(path),
-                "holds results of another evaluation",
-                f"{was}; now {now}"[:400],
-                "choose another --out, or delete them with --clean",
-            )
+            rule, remedy = "holds results of another evaluation", "choose another --out, or delete them with --clean"
+            raise ConfigError(str(path), rule, f"{was}; now {now}"[:400], remedy)
 
 
 @contextmanager
@@ -465,12 +451,3 @@ def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
         if isinstance(row.get("id"), str) and isinstance(row.get("outcome"), str):
             by_id.setdefault(row["id"], dict(row))
     return by_id
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if the file is missing, unreadable or holds anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

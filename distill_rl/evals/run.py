@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
-from distill_rl.evals.backends.base import Output
+from distill_rl.evals.backends.base import Output, model_folder
 from distill_rl.evals.executor import Executor, SuiteTask
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, without_effect
@@ -254,7 +254,6 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
     Raises:
         ConfigError: all problems of all models at once.
     """
-    from distill_rl.evals.backends.base import model_folder
     from distill_rl.models.families import split_problems
     from distill_rl.models.files import read_config, read_tokenizer
 
@@ -378,8 +377,7 @@ class _ModelRun:
         # answer.
         if entry.choose:
             return None
-        limit = self.options.max_new_tokens or entry.suite.max_new_tokens
-        if limit:
+        if limit := self.options.max_new_tokens or entry.suite.max_new_tokens:
             return limit
         answers = (self._tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in entry.items)
         return ANSWER_MARGIN + max(map(len, answers))

@@ -25,6 +25,8 @@ from distill_rl.run import run_directory
 from distill_rl.run.opened import OpenedRun, RunFindings
 from distill_rl.system.memory import total_bytes
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -73,7 +75,7 @@ def gather(
     *,
     clean: bool = False,
     download: bool = True,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
     trains: bool = True,
     ask: bool = True,
@@ -105,12 +107,7 @@ def gather(
 
 
 def inspect(
-    run: OpenedRun,
-    *,
-    download: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-    trains: bool = True,
-    ask: bool = True,
+    run: OpenedRun, *, download: bool = True, say: Say = lambda _: None, trains: bool = True, ask: bool = True
 ) -> Checked:
     """Opens the models, tokenizers, data and suites of a run, and compares them with its configuration and this machine.
 

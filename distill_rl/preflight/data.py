@@ -28,6 +28,7 @@ from distill_rl.preflight.pairs import check_alignment, template_problems
 from distill_rl.preflight.rows import check_chats, check_labels
 from distill_rl.preflight.stores import compare_documents
 from distill_rl.run.opened import OpenedRun, RunFindings
+from distill_rl.run.shared_vocabulary import some
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
@@ -39,6 +40,8 @@ _SHOWN_VALUES = 6
 """Most values of a column that are named."""
 _STEPS = 256
 """Most steps over which means of a sample are taken."""
+
+Documents = Sequence[Mapping[str, Any]]
 
 
 def data_facts(
@@ -70,7 +73,7 @@ def data_facts(
         return Facts(), []
     num_problems = len(problems)
     main = "data.sources" if config.data.sources else "data.path"
-    parts = _parts(training)
+    parts: tuple[Source, ...] = getattr(training, "sources", (training,))
     samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(run.sources, parts)]
     documents = [*chain(*(sample.values() for sample in samples))]
     held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
@@ -104,18 +107,12 @@ def data_facts(
     return replace(facts, sources=found, step=step), documents
 
 
-def _trained_on(
-    held_out: Sequence[Mapping[str, Any]],
-    validation: Any,
-    sampled: Sequence[Mapping[str, Any]],
-    parts: Sequence[Source],
-) -> Iterator[str]:
+def _trained_on(held_out: Documents, validation: Any, sampled: Documents, parts: Sequence[Source]) -> Iterator[str]:
     """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too."""
 
     def key(document: Mapping[str, Any]) -> str:
-        return json.dumps(
-            {name: value for name, value in document.items() if name not in ("row", "rows")}, sort_keys=True
-        )
+        content = {name: value for name, value in document.items() if name not in ("row", "rows")}
+        return json.dumps(content, sort_keys=True)
 
     # Beside the sample, some thousands of the training documents are read.
     training, most = {key(document) for document in sampled}, COMPARED_ROWS // len(parts)
@@ -123,15 +120,13 @@ def _trained_on(
         for row in range(0, len(part), 1 if part.windowed else max(1, -(-len(part) // most)))[:most]:
             with suppress(DataError):
                 training.add(key(part[row]))
-    both = sum(key(document) in training for document in held_out)
-    if both:
+    if both := sum(key(document) in training for document in held_out):
         documents, all_of = sum(map(len, parts)), len(held_out) == len(validation)
         few = "" if documents <= COMPARED_ROWS else f", of which {COMPARED_ROWS:,} of {documents:,} were compared"
-        some = "" if all_of else f" of a sample of {len(held_out):,}"
-        yield (
-            f"data.validation: {both:,} of {len(held_out):,} documents{some} are also trained on{few}; validation then measures "
-            "what was memorised, too: give other data, or remove duplicates"
-        )
+        sampled_only = "" if all_of else f" of a sample of {len(held_out):,}"
+        found = f"{both:,} of {len(held_out):,} documents{sampled_only} are also trained on{few}"
+        remedy = "give other data, or remove duplicates"
+        yield f"data.validation: {found}; validation then measures what was memorised, too: {remedy}"
 
 
 def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
@@ -142,10 +137,6 @@ def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
         yield problem(key, f"{turns} are found in chat messages only", "rows of text", remedy)
     if kind == "messages" and data.concatenate and data.format == "auto":
         yield concatenation_problem("chats")
-
-
-def _parts(training: Any) -> tuple[Source, ...]:
-    return getattr(training, "sources", (training,))
 
 
 def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any]) -> Iterator[str]:
@@ -164,16 +155,10 @@ def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any])
             seen = {plain_value(row.get(column), "") for row in rows} - {None}
             for value in wanted if isinstance(wanted, list) else [wanted]:
                 if not plain_values(value) <= seen:
-                    shown = sorted(filter(None, seen))
-                    others = ", ".join(repr(each) for each in shown[:_SHOWN_VALUES]) + (
-                        ", ..." if len(shown) > _SHOWN_VALUES else ""
-                    )
-                    yield (
-                        f"teachers.{i}.where.{column}: no row of a sample of {len(rows)} has {value!r}; they have "
-                        f"{others or 'no value'}"
-                    )
-    nobody = sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found)
-    if nobody:
+                    others = some([repr(each) for each in sorted(filter(None, seen))], _SHOWN_VALUES) or "no value"
+                    found_none = f"no row of a sample of {len(rows)} has {value!r}; they have {others}"
+                    yield f"teachers.{i}.where.{column}: {found_none}"
+    if nobody := sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found):
         has_ce = config.loss.ce_weight > 0 or config.loss.dynamic_scale != "off"
         then = "they are trained on with CE alone" if has_ce else "loss.ce_weight is 0, so nothing is learnt from them"
         yield f"teachers: none is asked for {nobody} of {len(rows)} rows of a sample; {then}"
@@ -183,10 +168,9 @@ def _count_problems(config: Config, key: str, training: Any, findings: RunFindin
     """Yields a problem if there are fewer documents than a global batch has; notes if their number is not known."""
     batch, path = config.train.global_batch_size, config.data.path
     if not training.exact:
-        findings.notes.append(
-            f"{key}: compressed files are converted to Parquet when a run first reads them; until then the first rows are "
-            "checked, and the number of documents is not known"
-        )
+        converted = "compressed files are converted to Parquet when a run first reads them"
+        until = "until then the first rows are checked, and the number of documents is not known"
+        findings.notes.append(f"{key}: {converted}; {until}")
     elif len(training) < batch:
         documents = "1 training document is" if len(training) == 1 else f"{len(training)} training documents are"
         rule = f"{documents} fewer than one global batch of {batch}"
@@ -216,9 +200,8 @@ def _read_sample(config: Config, key: str, source: Any, findings: RunFindings) -
         except DataError as error:
             bad.append(str(error))
     if bad and documents:
-        findings.notes.append(
-            f"{key}: {len(bad)} of {len(bad) + len(documents)} rows of a sample will be left out; the first: {bad[0]}"
-        )
+        share = f"{len(bad)} of {len(bad) + len(documents)} rows of a sample"
+        findings.notes.append(f"{key}: {share} will be left out; the first: {bad[0]}")
     elif bad:  # and no others
         findings.problems.append(problem(key, "some row must be readable", f"{len(bad)} bad rows; the first: {bad[0]}"))
     return documents
@@ -236,8 +219,7 @@ def _spread(source: Any) -> list[int]:
         return [*range(0, count, max(1, count // SAMPLED_ROWS))]
     # Of data that are read by blocks, the rows lie at a few places, so that few blocks are read.
     length = SAMPLED_ROWS // _PLACES
-    places = range(0, count - length, max(1, count // _PLACES))
-    return sorted({place + i for place in places for i in range(length)})
+    return sorted({place + i for place in range(0, count - length, max(1, count // _PLACES)) for i in range(length)})
 
 
 def _source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
@@ -252,11 +234,7 @@ def _source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[Sour
 
 
 def _expect(
-    run: OpenedRun,
-    sources: Sequence[SourceFacts],
-    samples: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    on_gpu: bool,
+    run: OpenedRun, sources: Sequence[SourceFacts], samples: Sequence[Documents], *, on_gpu: bool
 ) -> tuple[tuple[SourceFacts, ...], StepFacts | None]:
     """The facts of the sources with those of their samples, and what a step is expected to compute."""
     # Documents are tokenised by every tokenizer of the run, but not aligned: pieces are taken to be as long as rows allow.
@@ -268,7 +246,10 @@ def _expect(
     limits = np.array([data.max_length, *lengths])
     plan = BatchPlan.from_config(config, 0, split=config.splits_documents(kind)).for_device(on_gpu=on_gpu)
     joining = Joining.of(data)
-    read = [_TokenizedSample.of(config, kind, documents, tokenizers, joining) for documents in samples]
+    # What a template leaves out is checked with the chats (`rows.py`).
+    settings: Any = {"format": kind, "loss_on": "all", "max_length": data.max_length, "unrendered": "warn"}
+    readers = [Tokenization(tokenizer, **settings).encode_all for tokenizer in tokenizers]
+    read = [_TokenizedSample.of(documents, readers, joining) for documents in samples]
 
     def steps(samples: Sequence[_TokenizedSample], shares: Sequence[float]) -> tuple[float, float, float]:
         """The means over some steps of positions and tokens, and the share of documents that are too long."""
@@ -301,20 +282,13 @@ class _TokenizedSample:
     """int64 [tokenizers]: tokens that a joint between two texts adds, negative if special tokens vanish there."""
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        kind: str,
-        documents: Sequence[Mapping[str, Any]],
-        tokenizers: Sequence[Any],
-        joining: Joining | None,
-    ) -> _TokenizedSample:
+    def of(cls, documents: Documents, readers: Sequence[Any], joining: Joining | None) -> _TokenizedSample:
         """Tokenises documents."""
-        lengths = _lengths(config, kind, documents, tokenizers)
+        lengths = _lengths(documents, readers)
         characters = np.array([len(document.get("text", "")) for document in documents], dtype=np.int64)
         if joining is None:
-            return cls(lengths, characters, np.zeros(len(tokenizers), dtype=np.int64))
-        separator, nothing = _lengths(config, kind, [{"text": joining.separator}, {"text": ""}], tokenizers)
+            return cls(lengths, characters, np.zeros(len(readers), dtype=np.int64))
+        separator, nothing = _lengths([{"text": joining.separator}, {"text": ""}], readers)
         return cls(lengths, characters, separator - 2 * nothing)
 
 
@@ -342,18 +316,9 @@ def _steps(
         yield np.stack([lengths[group].sum(axis=0) + joint * (group.stop - group.start - 1) for group in groups])
 
 
-def _lengths(
-    config: Config, kind: str, documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any]
-) -> np.ndarray:
+def _lengths(documents: Documents, readers: Sequence[Any]) -> np.ndarray:
     """int64 [documents, tokenizers]: tokens of each document for each tokenizer, not cut."""
-    columns = []
-    for tokenizer in tokenizers:
-        # What a template leaves out is checked with the chats (`rows.py`).
-        read = Tokenization(
-            tokenizer, DataConfig(max_length=config.data.max_length, unrendered="warn"), format=kind
-        ).encode_all
-        columns.append([len(read(document).input_ids) for document in documents])
-    return np.array(columns, dtype=np.int64).T
+    return np.array([[len(read(document).input_ids) for document in documents] for read in readers], dtype=np.int64).T
 
 
 def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarray:
@@ -373,5 +338,4 @@ def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarr
 
 def _positions(lengths: np.ndarray, limits: np.ndarray, plan: Any) -> int:
     """Positions that the student computes for a batch of documents with these lengths."""
-    members = arrange_lengths(lengths, limits, plan)
-    return int(widths([int(lengths[row, 0].sum()) for row in members], plan).sum())
+    return int(widths([int(lengths[row, 0].sum()) for row in arrange_lengths(lengths, limits, plan)], plan).sum())

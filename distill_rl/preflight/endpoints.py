@@ -76,17 +76,14 @@ def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> I
     if opened.folder is None or not (opened.folder / "config.json").is_file():
         return
     model, length = read_config(opened.folder, quantized=True), config.length_of(opened.settings)
-    context = max(length + 1, probed.context or 0)
-    if broken := engine_length_problem(model, "an inference server", length, context):
+    if broken := engine_length_problem(model, "an inference server", length, max(length + 1, probed.context or 0)):
         limit = length_limit(model)
         assert limit is not None
-        possible = (
-            f"start the server with a context of {limit.length} tokens and use data.max_length={limit.length - 1}, or "
-        )
         remedy = "serve the teacher with backend hf"
-        yield problem(
-            f"{opened.key}.endpoint.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy
-        )
+        if limit.kind == "longrope":
+            start = f"start the server with a context of {limit.length} tokens"
+            remedy = f"{start} and use data.max_length={limit.length - 1}, or {remedy}"
+        yield problem(f"{opened.key}.endpoint.url", broken, None, remedy)
 
 
 def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int) -> Iterator[np.ndarray]:

@@ -7,17 +7,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
+from distill_rl.config import layout
 from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts
-from distill_rl.config.layout import (
-    evaluator_problem,
-    gpu_groups,
-    gpus_of_ranks,
-    layout_in_words,
-    shared_by_engines,
-    suites_every,
-)
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.memory import WorkerMemory
 from distill_rl.config.quantization import AS_STORED
@@ -43,36 +37,26 @@ _VLLM_DEADLINE_S = 600.0
 
 def extra_problems(config: Config) -> Iterator[str]:
     """Yields settings that need a package of an extra that is not installed on this machine, one line each."""
-    student, observe, evaluate = config.student, config.observe, config.evaluate
-    needed: list[tuple[str, str | bool | None, str, str]] = [  # (setting, its value if it needs one, package, extra)
+    student, observe, evaluate, backend = config.student, config.observe, config.evaluate, config.evaluate.backend
+    needed: list[tuple[str, Any, str, str]] = [  # (setting, its value if it needs one, package, extra)
         ("student.quantization", student.quantization, "torchao", "quantization"),
         ("student.kernels", student.kernels == "liger" and student.kernels, "liger_kernel", "liger"),
         ("loss.backend", config.loss.backend == "triton" and "triton", "triton", "triton"),
         ("observe.wandb", observe.wandb and "true", "wandb", "wandb"),
         ("observe.mlflow", observe.mlflow and "true", "mlflow", "mlflow"),
         ("ray.dashboard", config.ray.dashboard and config.ray.address is None and "true", "aiohttp_cors", "dashboard"),
-        (
-            "evaluate.backend",
-            bool(evaluate.suites and evaluate.engine) and evaluate.backend,
-            evaluate.backend,
-            evaluate.backend,
-        ),
+        ("evaluate.backend", evaluate.suites and evaluate.engine and backend, backend, backend),
     ]
     for i, teacher in enumerate(config.running_teachers):
-        package, made_here = teacher.origin.package, teacher.quantization not in (None, AS_STORED)
+        package, runs = teacher.origin.package, teacher.origin.runs_model
+        made_here = runs and teacher.quantization != AS_STORED and teacher.quantization
         needed += [
             (f"teachers.{i}.backend", package, package, package),
-            (
-                f"teachers.{i}.quantization",
-                made_here and teacher.origin.runs_model and teacher.quantization,
-                "torchao",
-                "quantization",
-            ),
+            (f"teachers.{i}.quantization", made_here, "torchao", "quantization"),
         ]
     for key, value, package, extra in needed:
         if value and not installed(package):
-            rule, remedy = f"needs {package}, which is not installed", install_extra(extra)
-            yield problem(key, rule, value, remedy)
+            yield problem(key, f"needs {package}, which is not installed", value, install_extra(extra))
 
 
 def kernel_problems(config: Config, student: OpenedModel, gpus: int) -> Iterator[str]:
@@ -143,9 +127,8 @@ def head_problems(config: Config, teachers: Sequence[OpenedModel], gpus: int) ->
         teachers: the running ones.
         gpus: number visible on this machine.
     """
-    heads = {
-        opened.key: head_size(opened.config) for opened in teachers if opened.settings.origin.engine and opened.config
-    }
+    in_engines = (opened for opened in teachers if opened.settings.origin.engine and opened.config)
+    heads = {opened.key: head_size(opened.config) for opened in in_engines}
     if not heads or gpus or config.ray.address is not None or not installed("vllm"):
         return
     sizes = call_in_child("teachers[].backend", _head_sizes, deadline_s=_VLLM_DEADLINE_S)
@@ -178,12 +161,12 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     yield from problems_of(lambda: expected(config.transport, gpus=gpus))
     if not gpus:
         return
-    if evaluator := evaluator_problem(config, gpus):
+    if evaluator := layout.evaluator_problem(config, gpus):
         yield evaluator
     running = config.running_teachers
     groups = [("student", config.student.parallel)]
     groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running) if t.gpus_per_rank]
-    needed = gpu_groups(config)
+    needed = layout.gpu_groups(config)
     remedy = "lower dp, sp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":
         if sum(needed) > gpus:
@@ -192,13 +175,13 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         return
     for (key, parallel), count in zip(groups, needed):
         if count > gpus:
-            rule = f"{layout_in_words(parallel)} = {count} GPUs are asked, {gpus} are visible"
+            rule = f"{layout.layout_in_words(parallel)} = {count} GPUs are asked, {gpus} are visible"
             yield problem(f"{key}.parallel", rule, None, remedy)
-    used = gpus_of_ranks(config)
+    used = layout.gpus_of_ranks(config)
     if max(needed) <= gpus < used:  # engines of vLLM on several GPUs, which they do not share
         rule = f"{used} GPUs are asked, {gpus} are visible: an engine of vLLM with parallel.tp above 1 shares none"
         yield problem("teachers", rule, None, remedy)
-    share = shared_by_engines(config)
+    share = layout.shared_by_engines(config)
     if share >= 1 and config.student.parallel.dp:
         rule = "engines of vLLM that share GPUs with the student must leave it some of them"
         yield problem("teachers[].vllm.gpu_share", rule, f"{share:g} together", "lower it")
@@ -228,7 +211,7 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
     if existing is None:
         return
     count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
-    copies = 2 if config.evaluate.suites and suites_every(config) else 0  # one being evaluated, one in the queue
+    copies = 2 if config.evaluate.suites and layout.suites_every(config) else 0  # one being evaluated, one in the queue
     if config.checkpoint.keep_best and is_suite_score(config.checkpoint.best_by):
         count += copies  # kept until their scores are known
     needed = count * 12 * facts.student.trained + (1 + copies) * facts.student.bytes_on_disk
@@ -285,7 +268,7 @@ def _compare_gpus(config: Config, facts: Facts, findings: RunFindings, gpus: Seq
     """Compares what shares one GPU with the GPUs' memory, of which what engines of vLLM take does not count."""
     if not gpus:
         return
-    engines = shared_by_engines(config)
+    engines = layout.shared_by_engines(config)
     gpus = [int(size * max(0.0, 1 - engines)) for size in gpus]
     workers = sizes(config, facts).memory
     # Each worker and, colocated, the first ranks of student and teachers together.

@@ -10,36 +10,8 @@ from distill_rl.config.facts import row_width, width_multiple
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models import adapters
-from distill_rl.models.attention import (
-    ON_CPU,
-    VARLEN,
-    choose,
-    importable,
-    installed,
-    lacks,
-    obstacles,
-    packed_limit,
-    spread_problems,
-)
+from distill_rl.models import adapters, attention, families, files
 from distill_rl.models.classes import examine, survey
-from distill_rl.models.families import (
-    engine_length_problem,
-    family_of,
-    fused_loss_problems,
-    length_limit,
-    sequence_parallel_problems,
-    split_problems,
-)
-from distill_rl.models.files import (
-    as_stored_problem,
-    dtype_problems,
-    method_of,
-    missing_packages,
-    plainly_whole,
-    stateful_layers,
-    tied_problems,
-)
 from distill_rl.run.opened import OpenedModel, OpenedRun, OpenedTeacher, RunFindings
 
 
@@ -74,23 +46,24 @@ def fit_problems(run: OpenedRun, *, gpus: int) -> Iterator[str]:
         yield from width_problems(config, model, gpus=gpus)
         tp, origin = model.settings.parallel.tp, model.settings.origin
         if tp > 0:
-            lines = split_problems(model.config, tp, backend=origin.package or "hf", setting="parallel.tp")
+            lines = families.split_problems(model.config, tp, backend=origin.package or "hf", setting="parallel.tp")
             yield from (f"{model.key}.parallel.tp: {text}" for text in lines)
             sp = model.settings.parallel.sp
             if sp > 0 and not origin.engine:
-                yield from sequence_parallel_problems(model.config, sp, tp, f"{model.key}.parallel.sp")
-                yield from spread_problems(model.config, f"{model.key}.parallel.sp") if sp > 1 else ()
+                yield from families.sequence_parallel_problems(model.config, sp, tp, f"{model.key}.parallel.sp")
+                yield from attention.spread_problems(model.config, f"{model.key}.parallel.sp") if sp > 1 else ()
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
-            lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")
-            yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
+            key, backend = "evaluate.parallel.tp", evaluate.backend
+            lines = families.split_problems(model.config, split, backend=backend, setting=key)
+            yield from (f"{key}: {model.name}: {text}" for text in lines)
         if evaluate.suites and evaluate.engine and (model.key == "student" or evaluate.teachers):
-            limit = length_limit(model.config)
+            limit = families.length_limit(model.config)
             if limit is not None and limit.kind == "dynamic":
-                rule = engine_length_problem(model.config, evaluate.engine, limit.length, limit.length)
+                rule = families.engine_length_problem(model.config, evaluate.engine, limit.length, limit.length)
                 yield problem("evaluate.backend", f"{model.name}: {rule}", evaluate.backend, "set evaluate.backend=hf")
         if model.key == "student" and config.loss.fused == "on":
-            yield from fused_loss_problems(model.config)
+            yield from families.fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size
         if needed is not None and columns < needed:
             rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"
@@ -108,34 +81,34 @@ def attention_problems(config: Config, models: Sequence[OpenedModel], *, gpus: i
         gpus: number visible on this machine. Those of a cluster are not known before it is joined.
     """
     for model in models:
-        key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
+        key, asked, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
         remedy = f"set {key}=auto"
         if model.settings.origin.engine:
             continue
-        if model.config is not None and model.settings.parallel.sp == 1 and attention not in ("auto", "varlen"):
-            for rule in lacks(attention, model.config):
-                yield problem(key, rule, attention, remedy)
-        if attention not in ("varlen", "flash_attention_2"):
+        if model.config is not None and model.settings.parallel.sp == 1 and asked not in ("auto", "varlen"):
+            yield from (problem(key, rule, asked, remedy) for rule in attention.lacks(asked, model.config))
+        if asked not in ("varlen", "flash_attention_2"):
             continue
         no_gpu = config.ray.address is None and not gpus
         if no_gpu:
-            yield problem(key, "needs a GPU; none is visible", attention, remedy)
-        if attention == "flash_attention_2":
-            if not installed("flash_attn"):
+            yield problem(key, "needs a GPU; none is visible", asked, remedy)
+        if asked == "flash_attention_2":
+            if not attention.installed("flash_attn"):
                 rule = "needs the package flash_attn, which is not installed"
-                yield problem(key, rule, attention, f"pip install flash-attn, or {remedy}")
-            elif (broken := importable("flash_attn")) is not None:
+                yield problem(key, rule, asked, f"pip install flash-attn, or {remedy}")
+            elif (broken := attention.importable("flash_attn")) is not None:
                 rule = f"needs the package flash_attn, which is installed but cannot be imported ({broken})"
-                yield problem(key, rule, attention, f"install the build for this torch and CUDA, or {remedy}")
+                yield problem(key, rule, asked, f"install the build for this torch and CUDA, or {remedy}")
             if dtype == "fp32":
                 setting = f"{model.key}.dtype"
-                yield problem(key, f"needs {setting}: bf16", attention, f"{remedy}, or {setting}=bf16")
+                yield problem(key, f"needs {setting}: bf16", asked, f"{remedy}, or {setting}=bf16")
             continue
         training = model.key == "student"
-        by_kernel = [list(obstacles(name, model.config, dtype=dtype, training=training)) for name in VARLEN]
+        by_kernel = [
+            list(attention.obstacles(name, model.config, dtype=dtype, training=training)) for name in attention.VARLEN
+        ]
         if all(by_kernel) and not no_gpu:  # no kernel works; report torch's, which needs no extra package
-            for rule in by_kernel[-1]:
-                yield problem(key, rule, attention, remedy)
+            yield from (problem(key, rule, asked, remedy) for rule in by_kernel[-1])
 
 
 def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator[str]:
@@ -147,7 +120,7 @@ def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator
     Args:
         gpus: number of GPUs; the padded width differs with and without.
     """
-    limit = None if model.config is None else length_limit(model.config)
+    limit = None if model.config is None else families.length_limit(model.config)
     positions = getattr(model.config, "max_position_embeddings", None) if limit is None else limit.longest
     if positions is None:
         return
@@ -157,13 +130,12 @@ def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator
         yield problem(setting, rule, longest, f"use {positions} or less")
         return
     if engine := model.settings.origin.engine:
-        if broken := engine_length_problem(model.config, engine, longest, longest + 1):
+        if broken := families.engine_length_problem(model.config, engine, longest, longest + 1):
             usable = f"use {setting}={limit.length - 1}, or " if limit is not None and limit.kind == "longrope" else ""
-            yield problem(
-                f"{model.key}.backend", broken, model.settings.origin.package, f"{usable}set {model.key}.backend=hf"
-            )
+            key = f"{model.key}.backend"
+            yield problem(key, broken, model.settings.origin.package, f"{usable}set {key}=hf")
         return
-    family, on_gpu = family_of(model.config), gpus > 0
+    family, on_gpu = families.family_of(model.config), gpus > 0
     divisor = config.width_divisor
     width = row_width(longest, on_gpu=on_gpu, divisor=divisor)
     if width > positions and (family.learned_positions or not family.proven):
@@ -195,47 +167,39 @@ def class_problems(config: Config, models: Sequence[OpenedModel], *, gpus: int) 
     for model in models:
         if model.config is None or model.settings.origin.engine:
             continue
-        limit = packed_limit(model.config) if packing else None
+        limit = attention.packed_limit(model.config) if packing else None
         setting, longest = _longest_row(config, model)
         if limit is not None and longest > limit[0]:
-            rule = (
-                f"{model.name} counts positions from the start of a row, wherever packed documents begin ({limit[1]})"
-            )
-            remedy = f"set data.packing=false, or {setting}={limit[0]} or less"
-            yield problem("data.packing", rule, "true", remedy)
-        if model.folder is None or method_of(model.config):
+            counts = f"{model.name} counts positions from the start of a row"
+            rule = f"{counts}, wherever packed documents begin ({limit[1]})"
+            yield problem("data.packing", rule, "true", f"set data.packing=false, or {setting}={limit[0]} or less")
+        if model.folder is None or files.method_of(model.config):
             continue
-        shapes = model.shapes
-        if shapes:
-            yield from dtype_problems(f"{model.key}.model", model.headers)
-        if shapes and plainly_whole(model.config, shapes):
+        if shapes := model.shapes:
+            yield from files.dtype_problems(f"{model.key}.model", model.headers)
+        if shapes and files.plainly_whole(model.config, shapes):
             if model.config.tie_word_embeddings and "lm_head.weight" in shapes:
                 tables = ("model.embed_tokens.weight", "lm_head.weight")
-                yield from tied_problems(f"{model.key}.model", model.folder, [tables])
+                yield from files.tied_problems(f"{model.key}.model", model.folder, [tables])
             continue
-        kinds = stateful_layers(model.config)
+        kinds = files.stateful_layers(model.config)
+        stateful = f"{model.name} has {', '.join(kinds)} layers, which carry a state"
         if packing and kinds:
-            rule = (
-                f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
-            )
+            rule = f"{stateful} from one packed document to the next"
             yield problem("data.packing", rule, "true", "set data.packing=false")
         if model.settings.parallel.sp > 1 and kinds:
-            rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
+            rule = f"must be 1: {stateful} from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
-        attention = _implementation(model, packing=packing, gpus=gpus)
-        lines = findings.attempt(
-            f"{model.key}.model",
-            partial(
-                examine,
-                model.key,
-                model.folder,
-                attention=attention,
-                packing=packing and not kinds,  # of these layers the line above says it
-                weights=bool(shapes),
-                automatic=model.settings.attention == "auto",
-            ),
+        look = partial(
+            examine,
+            model.key,
+            model.folder,
+            attention=_implementation(model, packing=packing, gpus=gpus),
+            packing=packing and not kinds,  # of these layers the line above says it
+            weights=bool(shapes),
+            automatic=model.settings.attention == "auto",
         )
-        yield from lines or ()
+        yield from findings.attempt(f"{model.key}.model", look) or ()
     yield from findings.problems
 
 
@@ -244,22 +208,22 @@ def packing_notes(config: Config, models: Sequence[OpenedModel]) -> Iterator[str
     if not config.data.packing:
         return
     packed = [model.config for model in models if model.config and not model.settings.origin.engine]
-    types = [config.model_type for config in packed if not family_of(config).proven]
-    if types:
-        yield (
-            f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "
-            "tried when the weights are loaded, and the run ends there if they do (then set data.packing=false)"
-        )
+    if types := [config.model_type for config in packed if not families.family_of(config).proven]:
+        tried = "whether packed documents see each other is tried when the weights are loaded"
+        then = "the run ends there if they do (then set data.packing=false)"
+        yield f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; {tried}, and {then}"
 
 
 def _implementation(model: OpenedModel, *, packing: bool, gpus: int) -> str:
     """Transformers' name of the attention that a worker will choose; `eager` where the settings are refused anyway."""
     settings = model.settings
-    if settings.attention == "flash_attention_2" and importable("flash_attn") is not None:
+    if settings.attention == "flash_attention_2" and attention.importable("flash_attn") is not None:
         return "eager"
     try:
-        no_kernel, spread = None if gpus else ON_CPU, settings.parallel.sp > 1
-        return choose(settings, model.config, packing=packing, no_kernel=no_kernel, spread=spread).implementation
+        no_kernel, spread = None if gpus else attention.ON_CPU, settings.parallel.sp > 1
+        return attention.choose(
+            settings, model.config, packing=packing, no_kernel=no_kernel, spread=spread
+        ).implementation
     except ConfigError:
         return "eager"
 
@@ -278,11 +242,10 @@ def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator
         if settings.quantization != AS_STORED or not settings.origin.runs_model or opened.config is None:
             continue
         assert opened.folder is not None
-        rule = as_stored_problem(opened.config, opened.folder, tp=1)
-        if rule:
+        if rule := files.as_stored_problem(opened.config, opened.folder, tp=1):
             yield problem(key, rule, AS_STORED, f"set {key}=int8, int4, fp8 or null")
             continue
-        method = method_of(opened.config) or ""
-        if missing := missing_packages(method, on_gpu=gpus > 0):
-            rule = f"{method} weights need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        method = files.method_of(opened.config) or ""
+        if missing := files.missing_packages(method, on_gpu=gpus > 0):
+            rule = f"{method} weights need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not attention.installed"
             yield problem(key, rule, AS_STORED, f"pip install {' '.join(missing)}")

@@ -101,10 +101,9 @@ def beginning_notes(kind: str | None, models: Sequence[OpenedModel]) -> Iterator
         return
     for model in models:
         if model.tokenizer is not None and unwritten_beginning(model.tokenizer) is not None:
-            yield (
-                f"{model.key}.tokenizer: writes no {model.tokenizer.bos_token} before a text; a model that was trained with it is "
-                f"much worse without; distill-rl try measures both ({ADVICE})"
-            )
+            found = f"{model.key}.tokenizer: writes no {model.tokenizer.bos_token} before a text"
+            effect = "a model that was trained with it is much worse without"
+            yield f"{found}; {effect}; distill-rl try measures both ({ADVICE})"
 
 
 def projection_problems(run: OpenedRun) -> Iterator[str]:
@@ -168,15 +167,9 @@ def check_alignment(run: OpenedRun, source: Sequence[Any], findings: RunFindings
 
 def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedTeacher) -> str:
     """Which loss suits a pair, by the first ALIGNED_ROWS documents; empty if they have no content."""
-    settings = config.aligner
-    aligner = TokenAligner(
-        student.tokenizer,
-        teacher.tokenizer,
-        settings.method,
-        band=settings.dp.band,
-        student_stops=student.stops,
-        teacher_stops=teacher.stops,
-    )
+    settings, tokenizers = config.aligner, (student.tokenizer, teacher.tokenizer)
+    stops: Any = {"student_stops": student.stops, "teacher_stops": teacher.stops}
+    aligner = TokenAligner(*tokenizers, settings.method, band=settings.dp.band, **stops)
     rows = [source[i] for i in range(min(len(source), ALIGNED_ROWS))]
     num_chunks = 0
     for row in rows:
@@ -186,11 +179,8 @@ def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedTea
             else:
                 alignment = aligner.align(row["text"][:ALIGNED_CHARACTERS])
         except Exception as error:  # a chat template can raise anything
-            raise ConfigError(
-                f"row {row['row']}",
-                f"must be readable by the student and {teacher.name}",
-                f"{type(error).__name__}: {error}",
-            ) from error
+            rule = f"must be readable by the student and {teacher.name}"
+            raise ConfigError(f"row {row['row']}", rule, f"{type(error).__name__}: {error}") from error
         num_chunks += alignment.num_chunks
     texts = [text[:ALIGNED_CHARACTERS] for row in rows for text in texts_of(row)]
     if texts and not num_chunks:

@@ -22,13 +22,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
 """Characters of a value that is shown as an example."""
 
+Documents = Sequence[Mapping[str, Any]]
+
 
 def check_chats(
-    config: Config,
-    rows: Sequence[Mapping[str, Any]],
-    student: OpenedModel,
-    teachers: Sequence[OpenedTeacher],
-    findings: RunFindings,
+    config: Config, rows: Documents, student: OpenedModel, teachers: Sequence[OpenedTeacher], findings: RunFindings
 ) -> None:
     """Renders a sample of chats as the run will, and adds what is wrong or worth knowing to the findings.
 
@@ -57,7 +55,7 @@ def check_chats(
             _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, None, findings)
 
 
-def _unknown_roles(roles: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unknown_roles(roles: Sequence[str], rows: Documents) -> Iterator[str]:
     seen = {message["role"] for row in rows for message in row["messages"]}
     for role in roles:
         if role not in seen and role not in _ROLES:
@@ -71,7 +69,7 @@ def _render_all(
     key: str,
     model: OpenedModel,
     whose: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Documents,
     roles: Collection[str] | None,
     findings: RunFindings,
 ) -> list[str] | None:
@@ -97,7 +95,7 @@ def _render_all(
 
 
 def _other_template(
-    teacher: OpenedTeacher, student: OpenedModel, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
+    teacher: OpenedTeacher, student: OpenedModel, rows: Documents, texts: Sequence[str]
 ) -> Iterator[str]:
     """Yields a note on a teacher that reads the student's rows, if its own chat template writes them in another way."""
     tokenizer = teacher.tokenizer
@@ -142,12 +140,7 @@ def _example(part: ChatPart, row: Mapping[str, Any]) -> str:
 
 
 def check_labels(
-    config: Config,
-    key: str,
-    kind: str,
-    documents: Sequence[Mapping[str, Any]],
-    student: OpenedModel,
-    findings: RunFindings,
+    config: Config, key: str, kind: str, documents: Documents, student: OpenedModel, findings: RunFindings
 ) -> None:
     """Tokenises sampled documents as the run will; adds what is wrong or worth knowing to the findings.
 
@@ -158,9 +151,8 @@ def check_labels(
     if student.tokenizer is None:
         return
     # What a template leaves out is checked with the chats.
-    tokenization = Tokenization(
-        student.tokenizer, replace(config.data, unrendered="warn"), format=kind, stops=student.stops
-    )
+    data = replace(config.data, unrendered="warn")
+    tokenization = Tokenization(student.tokenizer, data, format=kind, stops=student.stops)
     found = len(findings.problems)
     findings.attempt(key, partial(_require_label, config.data, key, kind, documents, tokenization))
     if kind == "messages" and tokenization.roles and len(findings.problems) == found:
@@ -168,9 +160,7 @@ def check_labels(
     findings.notes += _notes_on_special_tokens(key, kind, documents, tokenization)
 
 
-def _require_label(
-    data: DataConfig, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization
-) -> None:
+def _require_label(data: DataConfig, key: str, kind: str, documents: Documents, tokenization: Tokenization) -> None:
     for document in documents:  # special tokens that the tokenizer adds to a blank text do not count
         if not _is_blank(document, tokenization.roles) and tokenization.encode(document).has_labels:
             return
@@ -189,7 +179,7 @@ def _require_label(
     raise ConfigError(key, rule, value, remedy)
 
 
-def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization) -> Iterator[str]:
+def _notes_on_turns(key: str, documents: Documents, tokenization: Tokenization) -> Iterator[str]:
     """Yields how many of the turns that are trained on teach to stop, and where tokens cross their borders."""
     taught = labelled = 0
     says_something = False
@@ -202,9 +192,7 @@ def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenizati
         taught += len(learnt) > 0 and int(learnt[-1]) in tokenization.stops.ids
         says_something = says_something or bool(set(learnt.tolist()) - tokenization.stops.ids)
         borders = np.array([border for span in spans or () for border in span])[:, None]
-        inside = (
-            ((offsets[:, 0] < borders) & (borders < offsets[:, 1])).any(axis=0) if len(borders) else np.zeros(0, bool)
-        )
+        inside = ((offsets[:, 0] < borders) & (borders < offsets[:, 1])).any(axis=0)
         if inside.any():
             crossing.append((document["row"], tokenization.tokenizer.decode(ids[inside][:1])))
     if labelled and not says_something:
@@ -214,15 +202,11 @@ def _notes_on_turns(key: str, documents: Sequence[Mapping[str, Any]], tokenizati
         yield f"{key}: {taught} of {labelled} rows of a sample end what is learnt with a token at which generation stops"
     if crossing:
         row, token = crossing[0]
-        yield (
-            f"{key}: in {len(crossing)} of {len(documents)} rows of a sample a turn begins or ends inside a token, which is "
-            f"learnt as a whole, such as {token!r} in row {row}"
-        )
+        where = f"in {len(crossing)} of {len(documents)} rows of a sample a turn begins or ends inside a token"
+        yield f"{key}: {where}, which is learnt as a whole, such as {token!r} in row {row}"
 
 
-def _notes_on_special_tokens(
-    key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenization: Tokenization
-) -> Iterator[str]:
+def _notes_on_special_tokens(key: str, kind: str, documents: Documents, tokenization: Tokenization) -> Iterator[str]:
     """Yields a note on rows whose texts hold what a special token is written as."""
     part = "messages" if kind == "messages" else "text"
     rows = [document["row"] for document in documents if tokenization.stops.quoted_in(document[part])]
@@ -231,10 +215,10 @@ def _notes_on_special_tokens(
     counted = f"{key}: {len(rows)} of {len(documents)} rows of a sample have the text of a special token"
     if kind == "text":
         yield f"{counted}, which is read as that token; the first: row {rows[0]}"
-    elif tokenization.special_tokens_in_text:
-        yield f"{counted} in a message, which is read as that token (data.special_tokens_in_text); the first: row {rows[0]}"
     else:
-        yield f"{counted} in a message, which is read as text (data.special_tokens_in_text); the first: row {rows[0]}"
+        read_as = "that token" if tokenization.special_tokens_in_text else "text"
+        setting = "data.special_tokens_in_text"
+        yield f"{counted} in a message, which is read as {read_as} ({setting}); the first: row {rows[0]}"
 
 
 def _is_blank(document: Mapping[str, Any], roles: Collection[str]) -> bool:
@@ -242,13 +226,9 @@ def _is_blank(document: Mapping[str, Any], roles: Collection[str]) -> bool:
     if "text" in document:
         return not document["text"].strip()
     return all(
-        message.keys() == {"role", "content"} and _is_blank_content(message) for message in _turns(document, roles)
+        message.keys() == {"role", "content"} and not str(message["content"] or "").strip()
+        for message in _turns(document, roles)
     )
-
-
-def _is_blank_content(message: Mapping[str, Any]) -> bool:
-    content = message["content"]
-    return not content or (isinstance(content, str) and not content.strip())
 
 
 def _turns(document: Mapping[str, Any], roles: Collection[str]) -> list[Mapping[str, Any]]:

@@ -14,22 +14,20 @@ from unicodedata import is_normalized
 from distill_rl.config.derive import sizes, total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.data.batch.document_aligner import (
-    CrossTokenizerTeacher,
-    DocumentAligner,
-    StoredTargets,
-    ref_and_tokens,
-)
+from distill_rl.data.batch import document_aligner
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization, name_of
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import Loader
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files import cached, teacher_identity
 from distill_rl.run.job import manifest_of
-from distill_rl.run.opened import OpenedRun, RunFindings
+from distill_rl.run.opened import OpenedRun, RunFindings, held_out_batches
 from distill_rl.store.store import FILE, SHARDS, Manifest, Store, description_problems, short, unmarked
 from distill_rl.system.files import size_of, size_text
 from distill_rl.types import Row, TrainState, row_of
+
+Document = Mapping[str, Any]
 
 _TOKEN_BYTES = 6
 """Bytes of a token in a store beside its targets: the token, and its part of the index."""
@@ -57,10 +55,8 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
         remedy = f"set {key}.export={manifest.kind} and a loss that works with it, or run the teacher (backend=hf)"
         yield problem(f"{key}.export", f"the store holds {manifest.kind}", settings.export, remedy)
     if manifest.kind == "topk" and config.loss.top_k > manifest.entries:
-        remedy = f"use {manifest.entries} or less, or capture again"
-        yield problem(
-            "loss.top_k", f"must not exceed the {manifest.entries} entries of {path}", config.loss.top_k, remedy
-        )
+        rule, remedy = f"must not exceed the {manifest.entries} entries of {path}", "or less, or capture again"
+        yield problem("loss.top_k", rule, config.loss.top_k, f"use {manifest.entries} {remedy}")
     if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
         remedy = f"set loss.draws={manifest.entries}, or capture again"
         yield problem("loss.draws", f"must be that of {path}, {manifest.entries}", config.loss.draws, remedy)
@@ -97,9 +93,8 @@ def stored_ids_problems(run: OpenedRun) -> Iterator[str]:
         if opened.store is None or size is None or opened.store.manifest.vocabulary_size == size:
             continue
         rule = f"has probabilities of {opened.store.manifest.vocabulary_size:,} ids; this run compares {size:,}"
-        yield problem(
-            f"{opened.key}.store", rule, str(opened.store.folder), "capture again with a file of this student"
-        )
+        remedy = "capture again with a file of this student"
+        yield problem(f"{opened.key}.store", rule, str(opened.store.folder), remedy)
 
 
 def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captures: bool) -> Iterator[str]:
@@ -198,15 +193,13 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
     if not stored or any(model.tokenizer is None for model in run.models):
         return
     if not run.train.exact:
-        findings.notes.append(
-            "teachers: which documents a store lacks is not known before compressed data are converted"
-        )
+        note = "teachers: which documents a store lacks is not known before compressed data are converted"
+        findings.notes.append(note)
         return
     say("the documents of the run are looked up in the stores of targets")
-    documents = chain(
-        zip(_trained_on(run.config, run.train), repeat("row")),
-        zip(_validated_on(run.config, run.validation), repeat("validation row")),
-    )
+    validated_on = chain.from_iterable(batch.documents for batch in held_out_batches(run.config, run.validation))
+    trained_on = zip(_trained_on(run.config, run.train), repeat("row"))
+    documents = chain(trained_on, zip(validated_on, repeat("validation row")))
     for i, missing in _look_up(run, documents, stored, say).items():
         if not missing.count:
             continue
@@ -224,7 +217,7 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
             findings.notes.append(f"{opened.key}: the store lacks {missing}; they {does}")
 
 
-def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
+def _trained_on(config: Config, training: Any) -> Iterator[Document]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
     epochs, repeated = config.train.epochs, config.repeats_documents
     if repeated and (epochs is None or epochs > 1):
@@ -232,13 +225,13 @@ def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
     elif epochs is None and config.train.steps is None:  # train.minutes: how many they will be is not known
         epochs = 1.0
-    read = replace(config, train=replace(config.train, epochs=epochs))
-    loader = Loader(training, read, TrainState(), training.order(config.run.seed, windowed=training.windowed))
-    documents = chain.from_iterable(batch.documents for batch in loader)
+    order = training.order(config.run.seed, windowed=training.windowed)
+    config = replace(config, train=replace(config.train, epochs=epochs))
+    documents = chain.from_iterable(batch.documents for batch in Loader(training, config, TrainState(), order))
     return documents if repeated or config.data.concatenate else _once(documents)
 
 
-def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _once(documents: Iterable[Document]) -> Iterator[Document]:
     seen: set[Row] = set()
     for document in documents:
         if (row := row_of(document)) not in seen:
@@ -246,17 +239,8 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
             yield document
 
 
-def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:
-    if validation is None:
-        return iter(())
-    return chain.from_iterable(batch.documents for batch in validation_batches(validation, config))
-
-
 def _look_up(
-    run: OpenedRun,
-    documents: Iterable[tuple[Mapping[str, Any], str]],
-    stores: Mapping[int, Store],
-    say: Callable[[str], None],
+    run: OpenedRun, documents: Iterable[tuple[Document, str]], stores: Mapping[int, Store], say: Callable[[str], None]
 ) -> dict[int, MissingDocuments]:
     """What each store lacks, by the index of its teacher. Each document comes with the word for its row."""
     # 1. The first documents are tokenised, divided and found by their tokens, as in the run.
@@ -277,9 +261,8 @@ def _look_up(
         if known and names_tell and checked > _SURELY:
             continue
         pieces, names = pieces_of(document)
-        lacking = [
-            i for i, store in needed.items() if not all(store.has(*ref_and_tokens(piece, i, names)) for piece in pieces)
-        ]
+        look = document_aligner.ref_and_tokens
+        lacking = [i for i, of in needed.items() if not all(of.has(*look(piece, i, names)) for piece in pieces)]
         names_tell = names_tell and not (known and lacking)
         for i in lacking:
             found[i].count += 1
@@ -288,7 +271,7 @@ def _look_up(
     return found
 
 
-def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
+def _is_known(document: Document, stores: Iterable[Store]) -> bool:
     """Whether every store has a document whole, by its name."""
     # Not known of a chat, whose name depends on its template, nor of a text in another form than NFC, which has the
     # name of that form, but perhaps other tokens.
@@ -299,9 +282,7 @@ def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
     return all(store.has_whole(name) for store in stores)
 
 
-def _divider(
-    run: OpenedRun, stored: StoredTargets
-) -> Callable[[Mapping[str, Any]], tuple[list[Any], dict[int, bytes]]]:
+def _divider(run: OpenedRun, stored: StoredTargets) -> Callable[[Document], tuple[list[Any], dict[int, bytes]]]:
     """How a document is divided into pieces, and what the teachers call it; nothing for one that cannot be read."""
     config, student = run.config, run.student
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
@@ -311,12 +292,7 @@ def _divider(
     for i, opened in enumerate(run.teachers):
         if opened.cross_tokenizer_loss is not None:
             lengths[i] = config.length_of(opened.settings)
-            crossing[i] = CrossTokenizerTeacher.of(
-                opened.name,
-                student.tokenizer,
-                opened.tokenizer,
-                config.aligner,
-                student_stops=student.stops,
-                stops=opened.stops,
-            )
-    return DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of
+            tokenizers = student.tokenizer, opened.tokenizer
+            stops = {"student_stops": student.stops, "stops": opened.stops}
+            crossing[i] = CrossTokenizerTeacher.of(opened.name, *tokenizers, config.aligner, **stops)
+    return document_aligner.DocumentAligner(tokenization, crossing, lengths, split=split, stored=stored).pieces_of

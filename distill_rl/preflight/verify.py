@@ -17,21 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill_rl import losses
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.align.verify import PropertyCheck, check_bound, check_each
-from distill_rl.losses import (
-    METHODS,
-    ChunkOutput,
-    Chunks,
-    DenseLogits,
-    TopKLogprobs,
-    VocabularyProjection,
-    chunk_kd_loss,
-    reference_chunks,
-    vocab_parallel_topk,
-)
+from distill_rl.losses import METHODS, Chunks, DenseLogits, TopKLogprobs, VocabularyProjection, chunk_kd_loss
 
 BOUND = 1e-6
 ROWS_OF_ITSELF = 12
@@ -77,13 +68,10 @@ def check_losses(
 def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[PropertyCheck]:
     """Yields one result per method: whether KD, CE and the gradient equal those of the plain reference, to BOUND."""
     part = cut(projection, sample)
-    student = _RandomSide.random(
-        part.student, part.small.num_student, part.full.num_student, sample.student_labels, draw
-    )
-    teacher = _RandomSide.random(
-        part.teacher, part.small.num_teacher, part.full.num_teacher, sample.teacher_labels, draw
-    )
-    reference = reference_chunks.chunk_kd_loss
+    small, full = part.small, part.full
+    student = _RandomSide.random(part.student, small.num_student, full.num_student, sample.student_labels, draw)
+    teacher = _RandomSide.random(part.teacher, small.num_teacher, full.num_teacher, sample.teacher_labels, draw)
+    reference = losses.reference_chunks.chunk_kd_loss
     counts = ", ".join(f"{sample.kinds.count(kind)} {kind}" for kind in COUNTS if kind in sample.kinds)
     for method, exports in METHODS.items():
         errors: list[float] = []
@@ -163,7 +151,7 @@ class _LossResult:
 
 
 def _run(
-    loss: Callable[..., ChunkOutput],
+    loss: Callable[..., losses.ChunkOutput],
     student: _RandomRows,
     teacher: _RandomRows,
     export: str,
@@ -185,7 +173,7 @@ def _export(rows: _RandomRows, export: str) -> TopKLogprobs | DenseLogits:
     # A row without a label gets the log-probability of id 0, which nothing reads.
     if export == "topk":
         k = min(TOP_K, rows.logits.shape[1])
-        return vocab_parallel_topk(rows.logits, k, labels=rows.labels.clamp_min(0))
+        return losses.vocab_parallel_topk(rows.logits, k, labels=rows.labels.clamp_min(0))
     label_logprob = rows.logits.log_softmax(1).gather(1, rows.labels.clamp_min(0)[:, None])[:, 0]
     return DenseLogits(rows.logits, label_logprob=label_logprob)
 
@@ -239,13 +227,8 @@ def _chunks_of(alignment: Alignment) -> Iterator[tuple[str, np.ndarray, np.ndarr
     for i in range(alignment.num_chunks):
         student = alignment.student_ids[alignment.student_chunk == i]
         teacher = alignment.teacher_ids[alignment.teacher_chunk == i]
-        if len(student) == len(teacher) == 1:
-            kind = "1:1"
-        elif len(student) == 1:
-            kind = "1:n"
-        else:
-            kind = "n:1" if len(teacher) == 1 else "m:n"
-        yield kind, student, teacher
+        counts = ["1" if len(ids) == 1 else "n" for ids in (student, teacher)]
+        yield "m:n" if counts == ["n", "n"] else ":".join(counts), student, teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +263,8 @@ def cut(projection: Projection, sample: Sample) -> Cut:
         [np.arange(start, stop) for start, stop in zip(projection.indptr[student], projection.indptr[student + 1])]
     )
     columns = projection.indices[entries]
-    teacher = np.unique(np.concatenate([labels[1], common[1], columns, _spread(projection.num_teacher)])).astype(
-        np.int64
-    )
+    needed = [labels[1], common[1], columns, _spread(projection.num_teacher)]
+    teacher = np.unique(np.concatenate(needed)).astype(np.int64)
     kept = np.isin(projection.student_common, student) & np.isin(projection.teacher_common, teacher)
     pairs = projection.student_common[kept], projection.teacher_common[kept]
     values = projection.values[entries]
@@ -338,17 +320,14 @@ def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Al
         for student, teacher in row.stop_pairs
     ]
     # Leave out pairs of bos, unless a tokenizer uses the same id to end a text.
-    pairs = [
-        pair
-        for pair in paired
-        if pair != bos or (pair[0] in aligner.student.stops and pair[1] in aligner.teacher.stops)
-    ]
-    distinct = sorted(set(pairs))
+    if bos[0] not in aligner.student.stops or bos[1] not in aligner.teacher.stops:
+        paired = [pair for pair in paired if pair != bos]
+    distinct = sorted(set(paired))
     vocabulary_projection = VocabularyProjection.from_projection(projection)
     return [
         check_each(
             "paired stop tokens are stop tokens to the losses, too",
-            (_not_a_stop(vocabulary_projection, pair) for pair in pairs),
+            (_not_a_stop(vocabulary_projection, pair) for pair in paired),
             "paired stop tokens",
         ),
         check_each(
@@ -388,14 +367,15 @@ def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | 
 def _pushed_down(projection: VocabularyProjection, pair: StopPair, method: str) -> str | None:
     """Checks that a step down the gradient of KD does not lower the logit of the student's stop token."""
     draw = torch.Generator().manual_seed(0)
-    student, teacher = (
-        torch.randn(1, size, generator=draw) for size in (projection.num_student, projection.num_teacher)
-    )
+    sizes = projection.num_student, projection.num_teacher
+    student, teacher = (torch.randn(1, size, generator=draw) for size in sizes)
     teacher[0, pair[1]] = teacher.max() + _SURE
     student.requires_grad_()
     chunks = Chunks(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)
     label = torch.tensor([pair[1]])
-    target: DenseLogits | TopKLogprobs = vocab_parallel_topk(teacher, min(TOP_K, projection.num_teacher), labels=label)
+    target: DenseLogits | TopKLogprobs = losses.vocab_parallel_topk(
+        teacher, min(TOP_K, projection.num_teacher), labels=label
+    )
     if "topk" not in METHODS[method]:
         target = DenseLogits(teacher, target.label_logprob)
     output = chunk_kd_loss(student, target, chunks, projection, method=method, labels=torch.tensor([pair[0]]))

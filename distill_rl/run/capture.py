@@ -96,9 +96,9 @@ def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Cap
 
 
 def _batches(job: Job) -> tuple[Iterator[DocumentBatch], int]:
-    training = job.loader()
-    if job.validation is None:
+    training, held_out = job.loader(), job.opened.validation
+    if held_out is None:
         return iter(training), training.total_steps
     most, size = job.config.data.validation.max_documents, job.config.train.global_batch_size
-    count = -(-min(len(job.validation), most) // size)
+    count = -(-min(len(held_out), most) // size)
     return chain(training, job.validation_batches()), training.total_steps + count

@@ -34,13 +34,7 @@ _NO_HASH = "0" * 64
 
 
 def header(
-    config: Config,
-    *,
-    step: int,
-    data_fingerprint: str,
-    dtype: str,
-    licence: Licence,
-    scores: Mapping[str, float],
+    config: Config, step: int, data_fingerprint: str, dtype: str, licence: Licence, scores: Mapping[str, float]
 ) -> str:
     """Returns the lines of a card's header, without the `---` around them. Secrets are removed.
 
@@ -62,11 +56,9 @@ def header(
     }
     if is_hub_name(config.student.model):
         entries |= {"base_model": config.student.model, "base_model_relation": "finetune"}
-    datasets = hub_datasets(config)
-    if datasets:
+    if datasets := hub_datasets(config):
         entries["datasets"] = datasets
-    results = _results(scores, datasets)
-    if results:
+    if results := _results(scores, datasets):
         entries["model-index"] = [{"name": config.run.name or "Distilled model", "results": results}]
     entries[OWN] = {
         "version": __version__,
@@ -177,10 +169,9 @@ def card_of(
         "Seed": str(config.run.seed),
         "Configuration": fingerprint(config),
     }
+    licences = {f"{teacher.name} ({teachers[teacher.name]})": _licence(licence_of(teacher)) for teacher in ran}
     card = jinja.get_template("card.md.jinja").render(
-        header=header(
-            config, step=step, data_fingerprint=data_fingerprint, dtype=dtype, licence=licence, scores=scores
-        ),
+        header=header(config, step, data_fingerprint, dtype, licence, scores),
         name=config.run.name or "Distilled model",
         version=__version__,
         student=table["Student"],
@@ -188,9 +179,7 @@ def card_of(
         facts=table,
         scores=scores,
         licence=_licence(licence),
-        teacher_licences={
-            f"{teacher.name} ({teachers[teacher.name]})": _licence(licence_of(teacher)) for teacher in ran
-        },
+        teacher_licences=licences,
         yaml=yaml,
         fence=_fence(yaml, 3),
     )

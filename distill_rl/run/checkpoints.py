@@ -40,18 +40,7 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.config.measured import KD, higher_is_better
 from distill_rl.errors import CheckpointError, WorkerError
-from distill_rl.system.files import (
-    close_folder,
-    close_tree,
-    ownership_problems,
-    parent_problem,
-    put_in_place,
-    read_json_object,
-    sha256,
-    size_of,
-    sync_tree,
-    write_json,
-)
+from distill_rl.system import files
 from distill_rl.types import Cursor, TrainState
 
 _FORMAT = 1
@@ -121,20 +110,17 @@ def _require_trust(path: Path, within: Path | None) -> None:
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
     for place in (folder, folder.parent) if folder.name == "checkpoints" else (folder,):
-        if problem := parent_problem(place):
+        if problem := files.parent_problem(place):
             rule = "must be this user's or root's, and closed to other writers, who could swap its checkpoints"
             raise CheckpointError(str(place), rule, problem, f"if you trust it, chown it, or chmod go-w {place}")
-    problems = list(ownership_problems(path))
+    problems = list(files.ownership_problems(path))
     if within is not None and path.resolve().parent != within.resolve():
         problems.insert(0, f"it leads to {path.resolve()}")
     if problems:
         more = f", and {len(problems) - 1} more like it" if len(problems) > 1 else ""
-        raise CheckpointError(
-            str(path),
-            "a checkpoint must be this user's or root's, closed to other writers, and without links",
-            f"{problems[0]}{more}",
-            "if you trust it, fix it with chown and chmod -R go-w, or copy it",
-        )
+        rule = "a checkpoint must be this user's or root's, closed to other writers, and without links"
+        remedy = "if you trust it, fix it with chown and chmod -R go-w, or copy it"
+        raise CheckpointError(str(path), rule, f"{problems[0]}{more}", remedy)
 
 
 def _read(path: Path, within: Path | None) -> Checkpoint:
@@ -158,7 +144,7 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
             raise CheckpointError(str(path), "a manifest names only files in its folder", f"{name}, outside of it")
         if not file.is_file():
             raise CheckpointError(str(path), f"{name} is missing", remedy=_DAMAGED)
-        if file.stat().st_size != expected["size"] or sha256(file) != expected["sha256"]:
+        if file.stat().st_size != expected["size"] or files.sha256(file) != expected["sha256"]:
             size = f"{file.stat().st_size} bytes"
             raise CheckpointError(str(path), f"{name} differs from the manifest", size, _DAMAGED)
     state = read_json(path / "state.json", path)
@@ -178,20 +164,12 @@ def manifest_of(root: Path) -> dict:
 
     Sizes are in bytes. It has no hash of itself yet (`sealed`).
     """
-    files = {
-        str(file.relative_to(root)): {"size": file.stat().st_size, "sha256": sha256(file)}
+    entries = {
+        str(file.relative_to(root)): {"size": file.stat().st_size, "sha256": files.sha256(file)}
         for file in sorted(root.rglob("*"))
         if file.is_file()
     }
-    return {"format": _FORMAT, "version": __version__, "files": files}
-
-
-def read_score(path: Path) -> float | None:
-    """Returns a checkpoint's validation loss; None if it has none or cannot be read."""
-    try:
-        return read_json(path / "state.json", path)["score"]
-    except (CheckpointError, KeyError, TypeError):
-        return None
+    return {"format": _FORMAT, "version": __version__, "files": entries}
 
 
 def read_json(file: Path, checkpoint: Path) -> dict:
@@ -272,7 +250,7 @@ class CheckpointStore:
             OSError: the folder cannot be made.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        close_folder(self._root)
+        files.close_folder(self._root)
         needed = self._size_of_last() or num_bytes()
         free = shutil.disk_usage(self._root).free
         if free < needed:
@@ -292,13 +270,13 @@ class CheckpointStore:
         """
         draft.marker.unlink(missing_ok=True)
         state = asdict(draft.state)
-        write_json(draft.folder / "state.json", {**state.pop("train"), **state})
-        close_tree(draft.folder)
-        write_json(draft.folder / MANIFEST, sealed({**self.about, **manifest_of(draft.folder)}))
-        close_tree(draft.folder)
-        sync_tree(draft.folder)
+        files.write_json(draft.folder / "state.json", {**state.pop("train"), **state})
+        files.close_tree(draft.folder)
+        files.write_json(draft.folder / MANIFEST, sealed({**self.about, **manifest_of(draft.folder)}))
+        files.close_tree(draft.folder)
+        files.sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
-        put_in_place(draft.folder, final, self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
+        files.put_in_place(draft.folder, final, self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
         self.prune()
 
     def drop(self, draft: Draft) -> None:
@@ -311,7 +289,7 @@ class CheckpointStore:
         It blames a lack of space if less is free than the draft still needs, or less than 4096 bytes. Call it before
         the draft is dropped.
         """
-        missing = draft.num_bytes - size_of(draft.folder)
+        missing = draft.num_bytes - files.size_of(draft.folder)
         free = shutil.disk_usage(self._root).free
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if free < max(missing, _BLOCK):
@@ -394,9 +372,8 @@ class CheckpointStore:
             kept |= set(self._scored()[: self._keep_best])
             kept |= {path for path in folders if _step(path) in awaited}
         for path in folders:
-            if (
-                path not in kept
-            ):  # renamed before it is deleted, so that a folder named step-N is complete at every moment
+            if path not in kept:
+                # Renamed before it is deleted, so that a folder named step-N is complete at every moment.
                 path.rename(path.with_name(f".tmp-pruned-{path.name}-{secrets.token_hex(4)}"))
         self.clean_up()
 
@@ -409,7 +386,10 @@ class CheckpointStore:
     def _score(self, path: Path) -> float | None:
         """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""
         score = self.scores.get(_step(path), self._best_by)
-        return read_score(path) if score is None and self._best_by == KD else score
+        if score is None and self._best_by == KD:
+            with suppress(CheckpointError, KeyError, TypeError):  # it cannot be read
+                return read_json(path / "state.json", path)["score"]
+        return score
 
 
 class ScoreFile:
@@ -426,7 +406,7 @@ class ScoreFile:
         self._path = path
         self._by_step: dict[str, dict[str, float]] = {}
         with suppress(ValueError, TypeError):
-            self._by_step = {str(int(step)): dict(scores) for step, scores in read_json_object(path).items()}
+            self._by_step = {str(int(step)): dict(scores) for step, scores in files.read_json_object(path).items()}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds what was measured at a step; values that are not finite are left out."""
@@ -447,7 +427,7 @@ class ScoreFile:
 
     def _write(self, by_step: dict[str, dict[str, float]]) -> None:
         self._by_step = by_step
-        write_json(self._path, by_step)
+        files.write_json(self._path, by_step)
 
 
 def steps(root: Path) -> list[int]:
@@ -688,7 +668,7 @@ class _BackgroundSave:
         grown_at = checked_at = time.monotonic()
         while not self.written:
             self.thread.join(_POLL_S)
-            now, new_size = time.monotonic(), size_of(self.draft.folder)
+            now, new_size = time.monotonic(), files.size_of(self.draft.folder)
             if new_size != size:
                 size, grown_at = new_size, now
             if now - grown_at > _PATIENCE_S:
@@ -720,11 +700,8 @@ class _BackgroundSave:
             self.error = CheckpointError(f"{type(error).__name__}: {error}")
             self.error = self._store.explain(self.draft, error)
             if not self._cancelled.is_set():
-                log.warning(
-                    "%s failed; unless the student is restarted, the run ends at its next save: %s",
-                    self.what,
-                    self.error,
-                )
+                text = "%s failed; unless the student is restarted, the run ends at its next save: %s"
+                log.warning(text, self.what, self.error)
         finally:
             self._store.drop(self.draft)
 
@@ -738,10 +715,8 @@ class _BackgroundSave:
         if result["error"] is not None:
             raise CheckpointError(result["error"])
         # On a shared file system, files of another node may become visible some time after the first rank's marker.
-        files = [self.draft.student / name for name in result["files"]]
-        self._await(
-            lambda: all(file.is_file() for file in files), "must be on storage that all ranks share", _VISIBLE_S
-        )
+        written, rule = result["files"], "must be on storage that all ranks share"
+        self._await(lambda: all((self.draft.student / name).is_file() for name in written), rule, _VISIBLE_S)
 
     def _await(self, condition: Callable[[], bool], rule: str, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s

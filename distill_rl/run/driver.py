@@ -81,8 +81,7 @@ class Driver:
             about=about(job),
         )
         store.clean_up()
-        resumed = checkpoints.find(store, kept.resume, lambda text: say(f"damaged   {text}"))
-        if resumed:
+        if resumed := checkpoints.find(store, kept.resume, lambda text: say(f"damaged   {text}")):
             job = job.going_on(resumed.state.fingerprints)
             checkpoints.require_same(resumed.state.fingerprints, job.fingerprints)
             say(f"resuming  from {resumed.path}")
@@ -319,8 +318,8 @@ class Driver:
         metrics: dict[str, Metric] = {}
         if self.config.data.bad_rows == "skip":
             metrics["data/bad_rows"] = Metric(self.skipped.add(batch), "sum")
-        if isinstance(self.job.train, Mixture):
-            counts = self.job.train.count(batch.row_numbers)
+        if isinstance(self.job.opened.train, Mixture):
+            counts = self.job.opened.train.count(batch.row_numbers)
             metrics |= {f"data/documents/{name}": Metric(count, "sum") for name, count in counts.items()}
         return [metrics, self.learning.metrics, self.actors.recovery.counts(), self.timer.flush()]
 
@@ -363,7 +362,7 @@ class Driver:
 
         They are a record of their own; pending metrics are written before it.
         """
-        if self.job.validation is None or self._validated_step == self.state.step:
+        if self.job.opened.validation is None or self._validated_step == self.state.step:
             return
         parts: list[dict[str, Metric]] = []
         for batch in self.job.validation_batches():

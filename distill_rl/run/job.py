@@ -15,12 +15,11 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import Loader
 from distill_rl.data.order import Order
-from distill_rl.data.reading.source import Interleaved, Mixture, Source
 from distill_rl.errors import ConfigError
 from distill_rl.models.files import resolve
-from distill_rl.run.opened import OpenedRun, OpenedTeacher, with_adapters
+from distill_rl.run.opened import OpenedRun, OpenedTeacher, held_out_batches, with_adapters
 from distill_rl.store.store import SERVED, Manifest, make_store
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
@@ -42,19 +41,6 @@ class Job:
     fingerprints: dict[str, str]
     """Hashes, by name, of everything that must be unchanged when the run is resumed."""
 
-    @property
-    def train(self) -> Source | Mixture:
-        return self.opened.train
-
-    @property
-    def validation(self) -> Source | Interleaved | None:
-        return self.opened.validation
-
-    @property
-    def data_format(self) -> str:
-        """`text` or `messages`, as found in the data."""
-        return self.train.kind
-
     def going_on(self, saved: Mapping[str, str]) -> Job:
         """This job in the order of the data of a checkpoint, given its fingerprints.
 
@@ -70,17 +56,15 @@ class Job:
     def order(self) -> Order:
         """The global order of the training documents."""
         windowed = self.fingerprints[_ORDER] != _order_name(self.config, windowed=False)
-        return self.train.order(self.config.run.seed, windowed=windowed)
+        return self.opened.train.order(self.config.run.seed, windowed=windowed)
 
     def loader(self, start: TrainState | None = None) -> Loader:
         """The training batches, from `start` on; None: from the first."""
-        return Loader(self.train, self.config, start or TrainState(), self.order)
+        return Loader(self.opened.train, self.config, start or TrainState(), self.order)
 
     def validation_batches(self) -> Iterator[DocumentBatch]:
         """The batches of held-out documents; none without validation data."""
-        if self.validation is None:
-            return iter(())
-        return validation_batches(self.validation, self.config)
+        return held_out_batches(self.config, self.opened.validation)
 
 
 def prepare(run: OpenedRun, paths: RunPaths) -> Job:
@@ -194,14 +178,13 @@ def manifest_of(
         on_gpu: whether the run uses GPUs, which decides `wire_dtype: auto`.
         captures: whether `capture.format` counts; a cache is exact.
     """
-    served = teacher.origin.is_served
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
         entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
         wire_dtype=teacher.sent_dtype(on_gpu=on_gpu),
-        dtype=SERVED if served else teacher.dtype,
+        dtype=SERVED if teacher.origin.is_served else teacher.dtype,
         model=teacher.model,
         revision=teacher.revision,
         weights=weights,

@@ -7,7 +7,7 @@ the rest is still opened. Weights are never loaded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,21 +21,21 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.batch.tokenization import KnownIds
-from distill_rl.data.loader import Loader
+from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
 from distill_rl.models import files as model_files
 from distill_rl.models.classes import survey
-from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
+from distill_rl.run.shared_vocabulary import SharedVocabulary, shared_vocabulary, some, tokens_beyond
 from distill_rl.store.store import TEACHER, Store, read_manifest, served_identity
-from distill_rl.types import TrainState
+from distill_rl.types import DocumentBatch, TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.reading.source import Source
+    from distill_rl.data.reading.source import Interleaved, Source
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RunFindings:
         """
         try:
             return read()
-        except sources.HubError as error:
+        except (sources.HubError, model_files.HubUnreachable) as error:
             self.unreachable.append(str(error))
         except DistillError as error:
             self.problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
@@ -83,13 +83,9 @@ class Comparison:
         Raises:
             ConfigError: the settings do not allow such a pair.
         """
-        shared = shared_vocabulary(
-            student.tokenizer,
-            teacher.tokenizer,
-            student_stops=student.stops,
-            teacher_stops=teacher.stops,
-            same=student.tokenizer_hash == teacher.tokenizer_hash,
-        )
+        stops = {"student_stops": student.stops, "teacher_stops": teacher.stops}
+        same = student.tokenizer_hash == teacher.tokenizer_hash
+        shared = shared_vocabulary(student.tokenizer, teacher.tokenizer, same=same, **stops)
         loss = cross_tokenizer_loss(config, teacher.settings, same=shared is not None)
         if shared is None or loss is not None:
             return cls(loss)
@@ -124,7 +120,7 @@ class OpenedModel:
     @property
     def runs(self) -> bool:
         """Whether the run loads the model."""
-        return True
+        return self.settings.origin.runs_model
 
     @property
     def has_config(self) -> bool:
@@ -153,9 +149,7 @@ class OpenedModel:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors in the files; empty if these are not on this machine or damaged."""
-        if self.facts is None:
-            return {}
-        return {name: tuple(entry["shape"]) for name, entry in self.headers.items()}
+        return {} if self.facts is None else {name: tuple(entry["shape"]) for name, entry in self.headers.items()}
 
     def read(self) -> None:
         """Reads the tokenizer and what decides which of its ids count, unless they are open.
@@ -187,15 +181,12 @@ class OpenedModel:
 
     def open(self, findings: RunFindings) -> None:
         """Opens as much as possible. What fails is added to the findings; missing weights only of a local folder."""
-        model = self.settings
+        model, key = self.settings, f"{self.key}.tokenizer"
         path, revision = described_by(model)
         if not self.has_config:
-            folder = _located(f"{self.key}.tokenizer", path, None, findings)
-            if folder is not None:
+            if (folder := _located(key, path, None, findings)) is not None:
                 self.folder = folder
-                self.stops = (
-                    findings.attempt(f"{self.key}.tokenizer", partial(model_files.configured_stops, folder)) or ()
-                )
+                self.stops = findings.attempt(key, partial(model_files.configured_stops, folder)) or ()
                 self._open_tokenizer(folder, findings)
             return
         folder = _located(f"{self.key}.model", path, revision, findings)
@@ -204,7 +195,7 @@ class OpenedModel:
             if model_files.is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
                 folder = None
         if model.tokenizer is not None and path == model.model:
-            folder = _located(f"{self.key}.tokenizer", model.tokenizer, None, findings)
+            folder = _located(key, model.tokenizer, None, findings)
         if folder is not None:
             self._open_tokenizer(folder, findings)
         if self.beyond:
@@ -214,17 +205,15 @@ class OpenedModel:
     def _open_weights(self, folder: Path, findings: RunFindings, *, needed: bool) -> None:
         """Reads config.json and the headers of the weights, which are a problem only if they are `needed`."""
         key = f"{self.key}.model"
-        in_folder = model_files.folder_problems(key, folder, weights=needed) or model_files.architecture_problems(
-            key, folder
-        )
+        in_folder = model_files.folder_problems(key, folder, weights=needed)
+        in_folder = in_folder or model_files.architecture_problems(key, folder)
         findings.problems += in_folder
         if in_folder:
             return
         self.folder = folder
-        self.config = findings.attempt(
-            key, lambda: model_files.read_config(folder, quantized=self.settings.may_be_quantized)
-        )
-        self.stops = findings.attempt(key, lambda: model_files.configured_stops(folder)) or ()
+        read = partial(model_files.read_config, folder, quantized=self.settings.may_be_quantized)
+        self.config = findings.attempt(key, read)
+        self.stops = findings.attempt(key, partial(model_files.configured_stops, folder)) or ()
         if self.config is not None and not getattr(self.config, "num_attention_heads", None):
             rule = f"must be a model with attention; {self.config.model_type} has no attention heads"
             findings.problems.append(problem(key, rule, None, "use a transformer, such as Llama, Qwen or Mistral"))
@@ -246,7 +235,8 @@ class OpenedModel:
     def _take(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.tokenizer_hash = tokenizer, model_files.tokenizer_hash(tokenizer)
         self.beyond = tokens_beyond(tokenizer, self.columns, stops=self.stops) or ()
-        self.vocabulary_size = readable_ids(tokenizer, self.columns, stops=self.stops)
+        # All ids of the tokenizer, but for added ones beyond the model's table.
+        self.vocabulary_size = self.columns if self.beyond else model_files.vocabulary_size(tokenizer)
 
 
 @dataclass
@@ -258,10 +248,6 @@ class OpenedTeacher(OpenedModel):
     """With another tokenizer: which cross-tokenizer loss suits it, by a sample of the training data."""
     store: Store | None = None
     """That it is read from."""
-
-    @property
-    def runs(self) -> bool:
-        return self.settings.origin.runs_model
 
     @property
     def has_config(self) -> bool:
@@ -301,13 +287,7 @@ def _located(key: str, name: str, revision: str | None, findings: RunFindings) -
     """The local folder of a model or tokenizer, which may be in the hub's cache; None, with a line, if there is none."""
     if name == MISSING or not name.strip():  # the rules of the configuration report it
         return None
-    try:
-        return model_files.locate(key, name, revision)
-    except model_files.HubUnreachable as error:
-        findings.unreachable.append(str(error))
-    except ConfigError as error:
-        findings.problems += error.problems
-    return None
+    return findings.attempt(key, partial(model_files.locate, key, name, revision))
 
 
 @dataclass
@@ -326,9 +306,8 @@ class OpenedRun:
     @classmethod
     def of(cls, config: Config) -> OpenedRun:
         """A run of which nothing is open yet."""
-        teachers = [
-            OpenedTeacher(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(config.running_teachers)
-        ]
+        running = enumerate(config.running_teachers)
+        teachers = [OpenedTeacher(f"teachers.{i}", f"teacher {t.name}", t) for i, t in running]
         return cls(config, OpenedModel("student", "student", config.student), teachers)
 
     @property
@@ -418,8 +397,7 @@ class OpenedRun:
                 findings.problems += filter(None, [missing])
                 findings.unreachable += filter(None, [reason])
             else:
-                opened = partial(sources.open_one, key, settings, cache=cache, routing=routing)
-                source = findings.attempt(key, opened)
+                source = findings.attempt(key, partial(sources.open_one, key, settings, cache=cache, routing=routing))
             self.sources.append((key, source))
         if all(source is not None for _, source in self.sources):
             self._divide(findings, cache, routing)
@@ -474,3 +452,8 @@ def with_adapters(config: Config, facts: ModelFacts) -> ModelFacts:
         return facts
     folder = model_files.resolve(config.student.model, config.student.revision)
     return replace(facts, adapters=survey(folder, config.student))
+
+
+def held_out_batches(config: Config, source: Source | Interleaved | None) -> Iterator[DocumentBatch]:
+    """The batches of held-out documents; none without validation data."""
+    return iter(()) if source is None else validation_batches(source, config)

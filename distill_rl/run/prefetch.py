@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
@@ -32,7 +33,8 @@ class Lookahead(Generic[Job, Item]):
         """
         try:
             while True:
-                self._fill()
+                for job in islice(self._jobs, self._depth + 1 - len(self._pending)):
+                    self._pending.append(self._submit(job))
                 if not self._pending:
                     return
                 yield self._pending.popleft()
@@ -49,11 +51,3 @@ class Lookahead(Generic[Job, Item]):
         for."""
         while self._pending:
             self._release(self._pending.pop())
-
-    def _fill(self) -> None:
-        while len(self._pending) <= self._depth:
-            try:
-                job = next(self._jobs)
-            except StopIteration:
-                return
-            self._pending.append(self._submit(job))

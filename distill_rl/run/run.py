@@ -56,14 +56,12 @@ def train(run: OpenedRun, facts: Facts, signals: Signals, *, clean: bool, comman
                 return _train(run, paths, signals, facts, command)
         except Preempted:
             say("stopped outside of training")
-            again = resume_mode(newest_step(paths.checkpoints), resume, new=False)
-            say(f"go on     {again_with(command, again)}")
+            say(f"go on     {again_with(command, resume_mode(newest_step(paths.checkpoints), resume, new=False))}")
             return EXIT_PREEMPTED
         except OSError as error:
+            what, rule = f"the files of {paths.root}", "must be readable and writable"
             remedy = f"fix this (free some space, perhaps); {way_on(paths, resume)}"
-            raise DistillError(
-                f"the files of {paths.root}", "must be readable and writable", str(error), remedy
-            ) from error
+            raise DistillError(what, rule, str(error), remedy) from error
         except (WorkerError, NumericsError, TransportError, GpuMemoryError) as error:
             # Only now, as a save in flight has ended.
             error.remedy = "; ".join(filter(None, (error.remedy, way_on(paths, resume))))
@@ -95,9 +93,8 @@ def capture(run: OpenedRun, facts: Facts, signals: Signals, out: Path) -> int:
             say("stopped   before anything was computed; run the same command again to continue")
             return EXIT_PREEMPTED
         except OSError as error:
-            raise StoreError(
-                f"{out}", "must be readable and writable", str(error), "what was written is kept"
-            ) from error
+            rule, remedy = "must be readable and writable", "what was written is kept"
+            raise StoreError(f"{out}", rule, str(error), remedy) from error
 
 
 @contextmanager

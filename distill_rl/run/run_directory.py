@@ -61,9 +61,8 @@ def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
     """Yields at most one problem with what is in the place of the run directory: a file, a bad link, or contents."""
     # Contents are allowed that are not `in_use`; any with `resume` but not `clean`; an earlier run with `clean`.
     if root.exists() and not root.is_dir():
-        yield problem(
-            f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
-        )
+        remedy = "choose another run.name or run.dir"
+        yield problem(f"{root}", "the run directory must be a directory", "a file", remedy)
     elif link := _link_to_outside(root):
         rule, remedy = "a run writes nowhere but in its directory", "remove the link; run.dir can name any folder"
         yield problem(f"{link}", rule, f"a link to {link.resolve()}", remedy)
@@ -99,8 +98,7 @@ def _is_empty(entry: Path) -> bool:
 
 
 def _occupied(root: Path) -> ConfigError:
-    saved = any((root / "checkpoints").glob("step-*"))
-    ways = WAYS_ON if saved else f"no checkpoint is saved: {AFRESH}"
+    ways = WAYS_ON if any((root / "checkpoints").glob("step-*")) else f"no checkpoint is saved: {AFRESH}"
     return ConfigError(f"{root}", "the run directory is in use", remedy=f"{ways}, or choose another run.name")
 
 
@@ -126,12 +124,8 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     with (paths.root / _LOCK).open("a+") as lock, ExitStack() as stack:
         if not lock_file(lock, paths.root) or _works_elsewhere(lock):
             lock.seek(0)
-            raise ConfigError(
-                f"{paths.root}",
-                "the run directory is in use",
-                f"by process {lock.read().strip()}",
-                "wait for it, or choose another run.name",
-            )
+            value, remedy = f"by process {lock.read().strip()}", "wait for it, or choose another run.name"
+            raise ConfigError(f"{paths.root}", "the run directory is in use", value, remedy)
         if not clean and config.checkpoint.resume is None and in_use(paths.root):
             raise _occupied(paths.root)
         lock.truncate(0)
@@ -158,8 +152,7 @@ def _works_elsewhere(lock: TextIO) -> bool:
     """Whether a process of another node works in the directory, whose lock this node does not see (Lustre: -o localflock)."""
     # A process that was killed has left its name in the file as well, but gives no signs of life.
     lock.seek(0)
-    host = lock.read().partition(" on ")[2]
-    if host in ("", socket.gethostname()):
+    if lock.read().partition(" on ")[2] in ("", socket.gethostname()):
         return False
     seen, deadline = os.fstat(lock.fileno()).st_mtime_ns, time.monotonic() + 3 * _SIGN_EVERY_S
     while time.monotonic() < deadline:
@@ -202,8 +195,7 @@ def _attempt(logs: Path) -> int:
         if not (text.isdecimal() and text.isascii() and int(text) >= 1):
             raise ConfigError(ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
         return int(text)
-    names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
-    matches = [re.fullmatch(r"attempt_([0-9]+)", name) for name in names]
+    matches = [re.fullmatch(r"attempt_([0-9]+)", entry.name) for entry in logs.glob("attempt_*")]
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
@@ -214,16 +206,13 @@ def _link_to_outside(root: Path) -> Path | None:
         return root
     within = root.resolve()
     folders = [folder for folder in (root, root / "logs", root / "checkpoints") if folder.is_dir()]
-    for entry in (entry for folder in folders for entry in folder.iterdir()):
-        if entry.is_symlink() and not entry.resolve().is_relative_to(within):
-            return entry
-    return None
+    links = (entry for folder in folders for entry in folder.iterdir() if entry.is_symlink())
+    return next((link for link in links if not link.resolve().is_relative_to(within)), None)
 
 
 def _entries(root: Path) -> list[Path]:
-    return [
-        entry for entry in root.iterdir() if entry.name not in (_LOCK, _JOB_LOCK) and not DRAFT.fullmatch(entry.name)
-    ]
+    entries = (entry for entry in root.iterdir() if entry.name not in (_LOCK, _JOB_LOCK))
+    return [entry for entry in entries if not DRAFT.fullmatch(entry.name)]
 
 
 def _probe_problems(root: Path) -> list[str]:

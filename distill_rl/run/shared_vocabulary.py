@@ -38,9 +38,9 @@ class SharedVocabulary:
         return f"{whose} {count} more than {other} ({some(more)}); compared token by token over the {self.size:,} ids of both"
 
 
-def some(tokens: Sequence[str]) -> str:
+def some(tokens: Sequence[str], count: int = SHOWN) -> str:
     """The first few tokens, for a message."""
-    return ", ".join(tokens[:SHOWN]) + (", ..." if len(tokens) > SHOWN else "")
+    return ", ".join(tokens[:count]) + (", ..." if len(tokens) > count else "")
 
 
 def shared_vocabulary(
@@ -98,11 +98,6 @@ def _merely_added(tokenizer: Any, size: int, stops: Sequence[int], *, writes: bo
     if more.keys() - tokenizer.get_added_vocab().keys() or needed & set(more.values()):
         return None
     return None if any(token in template for token in more) else tuple(sorted(more, key=more.__getitem__))
-
-
-def readable_ids(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) -> int:
-    """Number of ids of a tokenizer that its model can read: all, but for added ones beyond the model's table."""
-    return columns if tokens_beyond(tokenizer, columns, stops=stops) else vocabulary_size(tokenizer)
 
 
 def _below(tokenizer: Any, size: int) -> dict[str, Any]:

@@ -24,29 +24,21 @@ from distill_rl.system.signals import Signals
 from distill_rl.teacher.base import token_of
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.actors.evaluator import EvalWorker
+from distill_rl.workers.actors.rank import this_node
 from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
+from distill_rl.workers.cluster import placement
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
 from distill_rl.workers.cluster.hosts import Hosts
-from distill_rl.workers.cluster.placement import (
-    EVALUATOR,
-    PlacementPlan,
-    Reserved,
-    actor_names,
-    evaluator_names,
-    place_actors,
-    reserve,
-    tell,
-)
+from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, Reserved
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
-from distill_rl.workers.cluster.session import capacity, describe, nodes, ray_session, this_node
+from distill_rl.workers.cluster.session import capacity, describe, nodes, ray_session
 from distill_rl.workers.cluster.telemetry import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from distill_rl.workers.pipeline.pipeline import Connector, Pipeline
 from distill_rl.workers.pipeline.recovery import Starting, StudentRecovery, TeacherRecovery
 from distill_rl.workers.pipeline.student_group import CaptureGroup, StudentGroup
-from distill_rl.workers.pipeline.sub_batch import Teachers
 
 THREADS = "DISTILL_RL_THREADS"
 """Variable with the most threads of a rank, which the quickstart sets for models that more of them slow down."""
@@ -78,7 +70,6 @@ class RunActors:
 class CaptureActors:
     pipeline: Pipeline
     teachers: CaptureGroup
-    calls: Calls
 
 
 @contextmanager
@@ -102,20 +93,20 @@ def start_actors(
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
-    with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls, starting):
+    with _session(job, total_steps, signals, roles, captures=False) as (job, actors):
         assert actors.student is not None
-        config, readers, before = job.config, actors.student, starting.restarts
+        config, calls, readers, before = job.config, actors.calls, actors.student, actors.restarts
         rings = ring_plan(config)
         connector = Connector(config, actors.teachers, readers, rings, calls)
-        starting.then(connector.connect)
-        pipeline = Pipeline(_pool(job, actors.aligners, calls, before["aligner"]), actors.teachers, job.plan, rings)
+        actors.then(connector.connect)
+        pipeline = Pipeline(_pool(job, actors), actors.teachers, job.plan, rings)
         names = set(readers.names)
         recovery = TeacherRecovery(config, actors.teachers, names, calls, connector, pipeline, before["teacher"])
         student = StudentGroup(config, calls, pipeline, recovery, readers, timer)
         restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery, before["student"])
         yield RunActors(pipeline, student, restarts, actors.evaluator, calls)
         if job.config.observe.timeline:
-            ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
+            ids = {calls.processes[name].worker_id: name for group in actors.groups for name in group.names}
             write_timeline(job.paths.logs / "timeline.json", ids)
         # Readers stop first, because what they have opened belongs to the teachers. Aligners have no process
         # group to leave, and evaluators may be in the middle of an evaluation.
@@ -129,37 +120,32 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
     Raises:
         DistillError: as for `start_actors`.
     """
-    with _session(job, 0, signals, ROLES, captures=True) as (job, actors, calls, starting):
+    with _session(job, 0, signals, ROLES, captures=True) as (job, actors):
+        calls, before = actors.calls, actors.restarts["teacher"]
         calls.after_death = "run the same command again: what was written is kept"
-        rings = ring_plan(job.config)
-        pool = _pool(job, actors.aligners, calls, starting.restarts["aligner"])
-        pipeline = Pipeline(pool, actors.teachers, job.plan, rings, "store_targets")
-        before = starting.restarts["teacher"]
+        pipeline = Pipeline(_pool(job, actors), actors.teachers, job.plan, ring_plan(job.config), "store_targets")
         recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline, before)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the batch
-        yield CaptureActors(pipeline, CaptureGroup(job.config, calls, pipeline, recovery, actors.teachers), calls)
+        yield CaptureActors(pipeline, CaptureGroup(job.config, calls, pipeline, recovery, actors.teachers))
         stop([group for _, group in actors.teachers])
 
 
 @contextmanager
 def _session(
     job: Job, total_steps: int, signals: Signals, roles: Roles, *, captures: bool
-) -> Iterator[tuple[Job, _Actors, Calls, Starting]]:
+) -> Iterator[tuple[Job, Starting]]:
     config = job.config
     placed = config.without_student() if captures else config
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
-    ray_runs = ray_session(
+    elsewhere = config.transport in ("shared_memory", "cuda_ipc")  # the targets certainly take another transport
+    target_bytes = 0 if elsewhere else stored_targets(config, replace(job.facts, gpus=visible_gpus()))
+    with ray_session(
         config.ray,
-        num_cpus=num_cpus,
-        # 0 if the targets certainly take another transport
-        target_bytes=0
-        if config.transport in ("shared_memory", "cuda_ipc")
-        else stored_targets(config, replace(job.facts, gpus=visible_gpus())),
+        num_cpus=sum(compute_groups(placed)) + local_aligners + evaluators(placed),
+        target_bytes=target_bytes,
         started=signals.install_again,
         interrupted=signals.raise_if_stopping,
-    )
-    with ray_runs as hosts:
+    ) as hosts:
         gpus, cpus = capacity()
         student = job.facts.student
         trained = {} if student is None or student.adapters is None else {"trained": str(student.adapters)}
@@ -173,15 +159,15 @@ def _session(
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
 
         def make_plan() -> PlacementPlan:
-            return place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
+            needs = _memory_needs(job, int(gpus))
+            return placement.place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=needs)
 
         with _reserved(job, make_plan, signals, hosts) as places:
             actors = _create(job, total_steps, num_aligners, places, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
-                starting = Starting(config, calls, actors.student, actors.teachers, actors.aligners, actors.evaluator)
-                starting.load()
-                yield job, actors, calls, starting
+                actors.load()
+                yield job, actors
             except DistillError as error:
                 if error.exit_code == 1 and not hosts.lost:  # or the answers would be waited for
                     calls.monitor.dump_stacks()
@@ -199,12 +185,12 @@ def _session(
 def _reserved(job: Job, make_plan: Callable[[], PlacementPlan], signals: Signals, hosts: Hosts) -> Iterator[Reserved]:
     """Reserves the places of all actors while the block runs; before that, a file tells the place in the queue, if there is one."""
     file = job.paths.queue
-    places = reserve(
+    places = placement.reserve(
         make_plan,
         job.config.ray,
         job.config.run.name,
         interrupted=signals.raise_if_stopping,
-        waiting=lambda others: tell(others, file),
+        waiting=lambda others: placement.tell(others, file),
         lost=lambda: hosts.lost,
     )
     try:
@@ -223,35 +209,12 @@ def _remove_torch_counters(pids: Iterable[int]) -> None:
                 file.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class _Actors:
-    """The actors that were created, by role."""
-
-    student: WorkerGroup | None
-    """None for a capture."""
-    teachers: Teachers
-    aligners: WorkerGroup
-    evaluator: WorkerGroup | None
-
-    @property
-    def groups(self) -> list[WorkerGroup]:
-        """All groups of actors."""
-        groups = [self.student, *(group for _, group in self.teachers), self.aligners, self.evaluator]
-        return [group for group in groups if group is not None]
-
-
 def _create(
-    job: Job,
-    total_steps: int,
-    num_aligners: int,
-    places: Reserved,
-    calls: Calls,
-    placed: Config,
-    roles: Roles,
-) -> _Actors:
+    job: Job, total_steps: int, num_aligners: int, places: Reserved, calls: Calls, placed: Config, roles: Roles
+) -> Starting:
     config = job.config
     threads = threads_per_worker(sum(compute_groups(placed)))
-    student_names, teacher_names, aligner_names = actor_names(placed, num_aligners)
+    student_names, teacher_names, aligner_names = placement.actor_names(placed, num_aligners)
 
     reserved = *places, calls
     student = None
@@ -269,28 +232,28 @@ def _create(
     evaluator = None
     if ranks := evaluators(config):
         evaluation = ranks, threads, config.evaluate.timeout_s, config.run.name
-        evaluator = WorkerGroup(EvalWorker, evaluator_names(EVALUATOR, ranks), *reserved, *evaluation)
-    return _Actors(student, teachers, aligners, evaluator)
+        evaluator = WorkerGroup(EvalWorker, placement.evaluator_names(EVALUATOR, ranks), *reserved, *evaluation)
+    return Starting(config, calls, student, teachers, aligners, evaluator)
 
 
 def _aligner_arguments(job: Job) -> tuple[Any, ...]:
     other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
-    return job.config, job.data_format, job.plan, other_tokenizer
+    return job.config, job.opened.train.kind, job.plan, other_tokenizer
 
 
-def _pool(job: Job, group: WorkerGroup, calls: Calls, restarts: int) -> AlignerPool:
+def _pool(job: Job, actors: Starting) -> AlignerPool:
     local = None
-    if not group.actors:
+    if not actors.aligners.actors:
         local = AlignerWorker(0, *_aligner_arguments(job))
         local.start()
     return AlignerPool(
-        group,
-        calls,
+        actors.aligners,
+        actors.calls,
         job.config,
         local=local,
         num_ranks=sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
-        restarts=restarts,
+        restarts=actors.restarts["aligner"],
     )
 
 

@@ -69,8 +69,7 @@ def environment() -> dict[str, Any]:
     """
     from distill_rl import __version__
 
-    versions = {name: package_version(name) for name in PACKAGES}
-    gpus = _gpus()
+    gpus, versions = _gpus(), {name: package_version(name) for name in PACKAGES}
     return {
         **commit(),
         "version": __version__,

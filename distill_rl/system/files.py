@@ -108,10 +108,8 @@ def lock_file(file: IO[Any] | int, folder: Path, *, wait: bool = False) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        rule, remedy = (
-            "must be on a file system with locks (flock)",
-            "mount it with them (Lustre: -o flock), or choose a folder elsewhere",
-        )
+        rule = "must be on a file system with locks (flock)"
+        remedy = "mount it with them (Lustre: -o flock), or choose a folder elsewhere"
         raise ConfigError(f"{folder}", rule, f"{error.strerror}", remedy) from None
     return True
 
@@ -157,10 +155,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
+            row = None
+            with suppress(ValueError, RecursionError):
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                row = None
             if isinstance(row, dict):
                 yield row
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from distill_rl.errors import GpuMemoryError
+from distill_rl.errors import GpuMemoryError, first_line
 
 Phase = Literal[
     "student load", "forward", "backward", "optimizer step", "checkpoint copy", "weight export",
@@ -87,7 +87,7 @@ def amounts(error: BaseException) -> str:
     if not held:
         held, reserved, free, total = _current_usage()
     parts = [
-        f"{asked} asked" if asked else _first_line(text),
+        f"{asked} asked" if asked else first_line(error)[:200],
         f"{held} held and {reserved} more reserved by PyTorch" if held else "",
         f"{free} free of {total}" if total else "",
         f"{allowed} allowed to this process" if allowed else "",
@@ -125,7 +125,3 @@ def _match(pattern: str, text: str) -> str:
     """The first group of the first match of a pattern anywhere in a text; empty if there is none."""
     match = re.search(pattern, text)
     return match[1] if match else ""
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["out of memory"])[0][:200]

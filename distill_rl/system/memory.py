@@ -47,10 +47,7 @@ def peak_gib(device: str = "cpu") -> float:
 MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
-_GROUP_FILES = (
-    ("memory.max", "memory.current", ""),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
+_GROUP_FILES = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 """Limit and usage of a control group of version 2 and of version 1, and how its fields in memory.stat begin."""
 SHM = Path("/dev/shm")
 LEAST_OBJECT_STORE = 80 * 2**20
@@ -68,12 +65,8 @@ def object_store_room() -> int:
     """
     free = shutil.disk_usage(SHM).free
     if free < LEAST_OBJECT_STORE:
-        raise ConfigError(
-            str(SHM),
-            f"Ray's object store needs {LEAST_OBJECT_STORE >> 20} MiB of it",
-            f"{free >> 20} MiB free",
-            f"free some, or {ENLARGE_SHM}",
-        )
+        rule = f"Ray's object store needs {LEAST_OBJECT_STORE >> 20} MiB of it"
+        raise ConfigError(str(SHM), rule, f"{free >> 20} MiB free", f"free some, or {ENLARGE_SHM}")
     return free
 
 
@@ -125,10 +118,8 @@ def total_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 
 def _of_a_job() -> Iterator[int]:
     """Yields the memory that Slurm gives this job on a node, if it limits that; not every site enforces it by a group."""
-    for variable, count in (
-        ("SLURM_MEM_PER_NODE", "1"),
-        ("SLURM_MEM_PER_CPU", os.environ.get("SLURM_CPUS_ON_NODE", "")),
-    ):
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    for variable, count in ("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", cpus):
         mebibytes = os.environ.get(variable, "")
         if mebibytes.isdecimal() and count.isdecimal() and int(mebibytes):  # 0: all of the node
             yield int(mebibytes) * int(count) << 20

@@ -160,16 +160,8 @@ LEAST_SHARE = 0.01
 """A process that uses less of a processor, and does not wait for one either, hangs."""
 
 _INHERITED_VARIABLES = (
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-    "PYTHONPYCACHEPREFIX",
-)
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPYCACHEPREFIX",
+)  # fmt: skip
 
 
 _SOON_S = 0.5
@@ -203,10 +195,9 @@ class Child:
         """
         import psutil
 
-        arguments = os.getpid(), deadline_s, memory_bytes
-        command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+        arguments = map(str, (os.getpid(), deadline_s, memory_bytes))
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", module, *arguments],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -274,9 +265,7 @@ class Child:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        if not isinstance(reply, dict) or reply.get("done", self._request_id) != self._request_id:
-            return {}
-        return reply
+        return reply if isinstance(reply, dict) and reply.get("done", self._request_id) == self._request_id else {}
 
     def _wait(self, descriptor: int, event: int, hang_s: float) -> None:
         """Waits until a poll event occurs on a file descriptor, or it is closed or fails."""
@@ -312,10 +301,9 @@ class Child:
     def reap(self) -> int | None:
         """Waits for the killed process and closes its streams; returns its exit code (negative: the signal), or None if
         it still exists after `REAP_S` seconds."""
-        try:
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(REAP_S)
-        except subprocess.TimeoutExpired:
-            code = None
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -329,14 +317,8 @@ def _environment() -> dict[str, str]:
     root = Path(__file__).resolve().parents[2]
     if root != Path(sysconfig.get_paths()["purelib"]).resolve():
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited.get("PYTHONPATH"), str(root))))
-    fixed = {
-        "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return inherited | fixed
+    fixed = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    return inherited | fixed | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 def enter(parent: int) -> tuple[BinaryIO, BinaryIO]:

@@ -27,16 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distill_rl.errors import DataError, WorkerError
-from distill_rl.system.processes import (
-    Child,
-    ChildEnded,
-    ChildHangs,
-    address_space,
-    enter,
-    limit_memory,
-    limit_time,
-    send,
-)
+from distill_rl.system import processes
 
 LIMIT_S = 10.0
 """Processor time of a rendering, in seconds."""
@@ -108,19 +99,16 @@ def within_budget(tokenizer: Any, messages: Sequence[Any], options: Mapping[str,
                 if LIMITED.late:
                     LIMITED.settle()
     name, excerpt = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__, " ".join(template.split())
-    raise DataError(
-        f"the chat template of {name} ({excerpt[:_EXCERPT]}{'…' * (len(excerpt) > _EXCERPT)})",
-        f"it must render a chat within {LIMIT_S:g} s of processor time and {LIMIT_BYTES >> 20} MiB of memory",
-        known.excess,
-        "correct the template, or use another tokenizer",
-    )
+    what = f"the chat template of {name} ({excerpt[:_EXCERPT]}{'…' * (len(excerpt) > _EXCERPT)})"
+    rule = f"it must render a chat within {LIMIT_S:g} s of processor time and {LIMIT_BYTES >> 20} MiB of memory"
+    raise DataError(what, rule, known.excess, "correct the template, or use another tokenizer")
 
 
 class _Trial:
     """Tries renderings in a limited process, which is started when there is one to try."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: processes.Child | None = None
         self._owner = 0
         atexit.register(self.end)
 
@@ -133,7 +121,7 @@ class _Trial:
         reason = ""
         for _ in range(_STARTS):
             if self._child is None or self._owner != os.getpid():  # a fork has the parent's
-                self._child, self._owner = Child(__name__, LIMIT_S, LIMIT_BYTES), os.getpid()
+                self._child, self._owner = processes.Child(__name__, LIMIT_S, LIMIT_BYTES), os.getpid()
             begun = False
             try:
                 self._child.send(request, _HANG_S)
@@ -143,11 +131,11 @@ class _Trial:
                     return str(reply["excess"])
                 reason = "no valid reply"
                 self.end()
-            except (ChildEnded, ChildHangs) as error:
+            except (processes.ChildEnded, processes.ChildHangs) as error:
                 code = self.end()
                 if begun and code in (-signal.SIGPROF, -signal.SIGSEGV):
                     return _TOO_LONG if code == -signal.SIGPROF else "a crash of Python"
-                reason = f"exit code {code}" if isinstance(error, ChildEnded) else "no sign of life"
+                reason = f"exit code {code}" if isinstance(error, processes.ChildEnded) else "no sign of life"
         rule = f"a limited process must try chat templates (python -m {__name__}); tried {_STARTS} times"
         raise WorkerError("chat template", rule, reason)
 
@@ -260,27 +248,26 @@ _TRIAL, LIMITED = _Trial(), _Limits()
 def main() -> None:
     """The limited process: renders what stdin asks for until it is closed, and replies which limit that breaks."""
     parent, limit_s, limit_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    requests, replies = enter(parent)
-    start = address_space()
+    requests, replies = processes.enter(parent)
+    start = processes.address_space()
     for line in requests:
         request = json.loads(line)
         variables = {"tools": None, "documents": None, "add_generation_prompt": False, **request["variables"]}
-        send(replies, {"begun": request["number"]})
-        limit_memory(start + limit_bytes)
-        limit_time(limit_s)
+        variables |= {"messages": request["messages"], "strftime_now": FIXED_DATE}
+        processes.send(replies, {"begun": request["number"]})
+        processes.limit_memory(start + limit_bytes)
+        processes.limit_time(limit_s)
         excess = ""
         try:
-            _compiled(request["template"]).render(
-                **variables | {"messages": request["messages"], "strftime_now": FIXED_DATE}
-            )
+            _compiled(request["template"]).render(variables)
         except MemoryError:
             excess = _TOO_LARGE
         except Exception:  # a chat that the template refuses is not a matter of limits
             pass
         finally:
-            limit_time(0)
-            limit_memory(None)
-        send(replies, {"excess": excess})
+            processes.limit_time(0)
+            processes.limit_memory(None)
+        processes.send(replies, {"excess": excess})
     os._exit(0)
 
 
@@ -304,9 +291,8 @@ def _compiled(text: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    extensions = [Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     return environment.from_string(text)

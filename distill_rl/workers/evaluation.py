@@ -30,18 +30,12 @@ from distill_rl.models.files import resolve
 from distill_rl.observe.log import say
 from distill_rl.types import RunPaths
 from distill_rl.workers.actors.evaluator import Evaluated, EvalWorker
+from distill_rl.workers.cluster import placement
 from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import (
-    EVALUATOR,
-    ActorPlacement,
-    PlacementPlan,
-    evaluator_names,
-    reserve,
-    tell,
-)
+from distill_rl.workers.cluster.placement import EVALUATOR, ActorPlacement, PlacementPlan
 from distill_rl.workers.cluster.process_monitor import keep_logs
-from distill_rl.workers.cluster.session import ray_session
+from distill_rl.workers.cluster.session import capacity, ray_session
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +87,7 @@ class RayExecutor:
 
     def __post_init__(self) -> None:
         again = "give the same command again" + (": it goes on where it stopped" if self.logs else "")
-        late = "raise --deadline, or lower --batch-size"
-        self._calls = Calls(self.interrupted, after_death=again, when_late=late)
+        self._calls = Calls(self.interrupted, after_death=again, when_late="raise --deadline, or lower --batch-size")
         self._open = ExitStack()
         self._group: WorkerGroup | None = None
         self._ranks = 1
@@ -176,28 +169,19 @@ class RayExecutor:
         # when the executor's block ends.
         self._ranks = evaluator_ranks(backend, tensor_parallel)
         settings, count = self.shards.ray, self.shards.count * self._ranks
-        self._calls.hosts = hosts = self._open.enter_context(
-            ray_session(settings, num_cpus=count, started=self.started)
-        )
-        gpus = ray.cluster_resources().get("GPU", 0.0)
-        gpus_each = self._gpus_each(gpus, backend, tensor_parallel) / self._ranks
-        names = [name for i in range(self.shards.count) for name in evaluator_names(f"{EVALUATOR}-{i}", self._ranks)]
+        session = ray_session(settings, num_cpus=count, started=self.started)
+        self._calls.hosts = hosts = self._open.enter_context(session)
+        gpus_each = self._gpus_each(capacity()[0], backend, tensor_parallel) / self._ranks
+        copies = (f"{EVALUATOR}-{i}" for i in range(self.shards.count))
+        names = [name for copy in copies for name in placement.evaluator_names(copy, self._ranks)]
         bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
         placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
         fixed = PlacementPlan(tuple(bundle for _ in names), placements)
-        plan, placement = self._open.enter_context(
-            reserve(
-                lambda: fixed,
-                settings,
-                "eval",
-                interrupted=self._calls.interrupted,
-                waiting=tell,
-                lost=lambda: hosts.lost,
-            )
-        )
+        polled: Any = {"interrupted": self._calls.interrupted, "waiting": placement.tell, "lost": lambda: hosts.lost}
+        places = placement.reserve(lambda: fixed, settings, "eval", **polled)
         threads = max(1, len(os.sched_getaffinity(0)) // count)
-        arguments = (self._ranks, threads, self.shards.deadline_s)
-        group = WorkerGroup(EvalWorker, names, plan, placement, self._calls, *arguments)
+        reserved = *self._open.enter_context(places), self._calls
+        group = WorkerGroup(EvalWorker, names, *reserved, self._ranks, threads, self.shards.deadline_s)
         self._open.callback(group.kill)
         group.identify(settings.start_timeout_s)
         join(group, self._ranks, self._calls, settings.start_timeout_s)
@@ -338,8 +322,7 @@ class Evaluations:
         if self._group is None:
             return
         due = _Due(step)
-        problem = self.copy(self._source(due))
-        if problem is not None:
+        if (problem := self.copy(self._source(due))) is not None:
             log.warning("no evaluation of step %d, training goes on: %s", step, problem)
             return
         self._waiting.append(due)
@@ -386,8 +369,7 @@ class Evaluations:
                 teacher = self._teachers[due.teacher]
                 folder = resolve(teacher.model, teacher.revision, weights=True)
             model = Model(due.name, folder, self._folder / due.name)
-            deadline = time.monotonic() + self._config.evaluate.timeout_s
-            self._running = _Running(due, self._submit(model), deadline)
+            self._running = _Running(due, self._submit(model), time.monotonic() + self._config.evaluate.timeout_s)
             self._waiting.popleft()  # only now, so that it is `unfinished` at every moment
 
     def wait(self) -> None:

@@ -64,7 +64,7 @@ class OneProcess:
             require_same(self.saved.fingerprints, job.fingerprints)
         other_tokenizer = [spec is not None for spec in job.cross_tokenizer_specs]
         self.config = config
-        self._builder = open_builder(config, job.data_format, job.plan, other_tokenizer)
+        self._builder = open_builder(config, job.opened.train.kind, job.plan, other_tokenizer)
         self._loader = job.loader(None if self.saved is None else self.saved.train)
         self.teachers = [
             build_teacher(config, teacher, world, vocabulary_size=known.vocabulary_size or 0)

@@ -70,7 +70,12 @@ class ItemEncoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         """Maximum tokens of prompt and answer together; None: unknown."""
         self._known = KnownIds(config.vocab_size, f"model {folder}")
-        self.stop_ids = _stop_ids(folder, self.tokenizer)
+        # Of the generation config, the tokenizer's end of text, and what the chat template writes after a turn; each once.
+        candidates = [*configured_stops(folder), self.tokenizer.eos_token_id, _end_of_turn(self.tokenizer)]
+        self.stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
+        if not self.stop_ids:
+            remedy = "set eos_token in tokenizer_config.json"
+            raise ConfigError(f"model {folder}", "must have an end-of-text token", None, remedy)
         names = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
         self.frame_ids = {*self.stop_ids, *(getattr(self.tokenizer, f"{name}_token_id", None) for name in names)}
         """Stop tokens, and the special tokens that have a name of their own."""
@@ -157,8 +162,7 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
     folder, what = Path(model_dir).expanduser(), what or f"model {model_dir}"
     if not folder.is_dir():
         raise ConfigError(what, "must be a folder", "no such folder", "evaluation reaches no hub")
-    problems = folder_problems(what, folder)
-    if problems:
+    if problems := folder_problems(what, folder):
         raise ConfigError.many(problems)
     return folder
 
@@ -166,17 +170,6 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
 def common_start(rows: Sequence[Sequence[int]]) -> Any:
     """The tokens that all rows begin with, as a slice of one of the rows; empty if there are none."""
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
-
-
-def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    # Of the generation config, the tokenizer's end of text, and what the chat template writes after a turn; each once.
-    candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
-    stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
-    if not stop_ids:
-        raise ConfigError(
-            f"model {folder}", "must have an end-of-text token", None, "set eos_token in tokenizer_config.json"
-        )
-    return stop_ids
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:

@@ -212,8 +212,8 @@ def generate_with_transformers(
         use_cache=True,
         stopping_criteria=StoppingCriteriaList([RowsEnded()]),
     )
-    for i, row in enumerate(rows):  # generation stops only when every row has ended
-        yield row.item_index, outputs[i]
+    # Generation stops only when every row has ended.
+    yield from ((row.item_index, outputs[i]) for i, row in enumerate(rows))
 
 
 def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -423,8 +423,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     # transformers initialises missing weights at random, with no more than a warning.
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
-        raise ConfigError(
-            f"model {folder}", "its files must contain every weight", f"without {missing}", "copy it again"
-        )
+        rule = "its files must contain every weight"
+        raise ConfigError(f"model {folder}", rule, f"without {missing}", "copy it again")
     use_own_lengths(model)
     return model

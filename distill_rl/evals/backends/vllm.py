@@ -20,10 +20,6 @@ log = logging.getLogger(__name__)
 
 _DEFAULT = base.Settings()
 _REMEDY = "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards)"
-_ARGUMENTS = {
-    "max_model_len": -1,  # the maximum that the model supports and the cache holds
-    "enable_prefix_caching": True,
-}
 
 
 class VllmBackend(base.Backend):
@@ -91,7 +87,8 @@ class VllmBackend(base.Backend):
 
     def _start(self) -> None:
         """Starts an engine for `folder` and sets what depends on it; no engine may be running. Raises as `VllmEngine`."""
-        arguments = _ARGUMENTS | self._context()
+        # -1: the maximum that the model supports and the cache holds.
+        arguments = {"max_model_len": -1, "enable_prefix_caching": True} | self._context()
         self._engine = VllmEngine(self.folder, self.settings, lambda _: arguments, remedy=_REMEDY)
         self.device = "cpu" if self._engine.on_cpu else "cuda"
         longest = self._engine.max_tokens
@@ -112,7 +109,9 @@ class VllmBackend(base.Backend):
     def _reload_weights(self) -> bool:
         """Loads the weights of `folder` into the running engine, and forgets cached prefixes."""
         # With tied embeddings vllm (0.32, on CPUs) silently updates the input embedding only.
-        if self._has_tied_embeddings():
+        model_config = self._engine.llm.llm_engine.model_config
+        configs = model_config.hf_config, model_config.hf_text_config
+        if any(getattr(config, "tie_word_embeddings", False) for config in configs):
             return False
         try:
             self._engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
@@ -120,12 +119,6 @@ class VllmBackend(base.Backend):
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
             return False  # the weights may be half old, half new
         return True
-
-    def _has_tied_embeddings(self) -> bool:
-        """Whether input and output embeddings of the engine's model are the same weights, according to its config."""
-        model_config = self._engine.llm.llm_engine.model_config
-        configs = (model_config.hf_config, model_config.hf_text_config)
-        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
 
 def _scoring(row: Any) -> Any:

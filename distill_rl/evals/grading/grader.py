@@ -65,11 +65,7 @@ class Grader:
     """
 
     def __init__(
-        self,
-        workers: int | None = None,
-        deadline_s: float = 15.0,
-        memory_bytes: int = 2 << 30,
-        hang_s: float = 60.0,
+        self, workers: int | None = None, deadline_s: float = 15.0, memory_bytes: int = 2 << 30, hang_s: float = 60.0
     ):
         if workers is None:
             workers = min(8, len(os.sched_getaffinity(0)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from distill_rl.errors import DataError
 from distill_rl.evals import data as sources
+from distill_rl.evals.data import PublishedSplit
 from distill_rl.evals.grading.equivalence import same_math, same_number
 from distill_rl.evals.grading.extract import final_answer, last_boxed, last_letter, last_number
 from distill_rl.evals.suites.base import Item, Questions, Suite, Verdict
@@ -24,12 +25,8 @@ _CHOICES = ("choices", "options")
 
 # MATH and MATH-500.
 
-MATH_TEST = sources.PublishedSplit(
-    "MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a"
-)
-MATH500_TEST = sources.PublishedSplit(
-    "MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6"
-)
+MATH_TEST = PublishedSplit("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
+MATH500_TEST = PublishedSplit("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
 
 _PROBLEM, _LATEX, _SOLUTION = ("problem", "question"), ("answer", "final_answer", "target"), ("solution",)
 _TYPE = ("type", "subject", "category")
@@ -54,7 +51,7 @@ class Math(Suite):
     """
 
     names: sources.DataSetNames = sources.MATH
-    published: sources.PublishedSplit = MATH_TEST
+    published: PublishedSplit = MATH_TEST
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
         """Loads the test split from a folder of data sets or a single file, each problem as text after the paper's first
@@ -137,9 +134,7 @@ MATH_SUITES = (
 
 # GSM8K.
 
-GSM8K_TEST = sources.PublishedSplit(
-    "GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa"
-)
+GSM8K_TEST = PublishedSplit("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")
 
 _WORD_PROBLEM, _NUMBER = ("question", "problem", "prompt"), ("answer", "solution", "target", "final_answer")
 _GOLD = re.compile(r"(?:.*####)?\s*\$?(-?(?:\d[\d,]*)?\.?\d+)\s*", re.DOTALL)
@@ -211,10 +206,8 @@ GSM8K_SUITES = (
 
 # MMLU.
 
-MMLU_TEST = sources.PublishedSplit(
-    "MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1"
-)
-MMLU_DEV = sources.PublishedSplit("MMLU dev", 285, "641f921cfba366331d9d9eca6863cf3d47d1c60ef9e0a64e31d2d1ace32736f8")
+MMLU_TEST = PublishedSplit("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
+MMLU_DEV = PublishedSplit("MMLU dev", 285, "641f921cfba366331d9d9eca6863cf3d47d1c60ef9e0a64e31d2d1ace32736f8")
 LETTERS = "ABCD"
 
 _HEADER = ("question", "a", "b", "c", "d", "answer")
@@ -314,7 +307,7 @@ def _topic(subject: str) -> str:
 def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
     """Reads a split (`test` or `dev`) of MMLU: its questions, and the files that they come from."""
     columns = {"question": _QUESTION, "answer": _LETTER, "choices": (*_CHOICES, *LETTERS.lower())}
-    rows, files = sources.read_split(data, sources.MMLU, split, columns, header=_HEADER)
+    rows, files = sources.read_split(data, sources.MMLU, split, columns, foreign={}, header=_HEADER)
     return sources.convert_rows(rows, lambda row: _question(row, split, alone=len(files) == 1)), files
 
 
@@ -326,8 +319,7 @@ def _first_examples(
     for question in dev:
         if question.subject in examples:
             examples[question.subject].append(question)
-    too_few = {subject: len(members) for subject, members in examples.items() if len(members) < count}
-    if too_few:
+    if too_few := {subject: len(members) for subject, members in examples.items() if len(members) < count}:
         subject = min(too_few, key=lambda candidate: too_few[candidate])
         more = f" ({len(too_few)} subjects have fewer than {count})" if len(too_few) > 1 else ""
         rule = f"must be at most {too_few[subject]}, the examples of {subject} in {files[0]}{more}"

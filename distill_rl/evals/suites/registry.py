@@ -210,8 +210,7 @@ def _question_problems(what: str, questions: object) -> list[str]:
     """Checks what a user's `load` returned; returns one error line per problem, an empty list if there is none."""
     if not isinstance(questions, Questions):
         return [str(ConfigError(what, "load() must return Questions", _shown(questions)))]
-    problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
-    if problems:
+    if problems := _problems(f"{what}, questions", questions, _OF_QUESTIONS):
         return problems
     for i, item in enumerate(questions.items, start=1):
         problems += _problems(f"{what}, item {i}", item, _OF_ITEM)

@@ -37,6 +37,11 @@ _STDERR = 2
 """File descriptor."""
 
 
+def this_node() -> str:
+    """The id of the machine of this process in the cluster."""
+    return ray.get_runtime_context().get_node_id()
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """A worker's process. Its creation time tells it apart from a later process with the same pid."""
@@ -113,9 +118,7 @@ class GroupMember(Worker):
 
         if world_size == 1 or host == LOOPBACK:
             listen_on_loopback()
-        if world_size == 1:
-            return None
-        return self._store or join_store(host, port, world_size)
+        return None if world_size == 1 else self._store or join_store(host, port, world_size)
 
 
 class RankWorker(GroupMember):
@@ -138,7 +141,7 @@ class RankWorker(GroupMember):
         """
         from distill_rl.transport.base import place_of
 
-        return place_of(self._world.device, ray.get_runtime_context().get_node_id())
+        return place_of(self._world.device, this_node())
 
     def close_others(self, names: Sequence[str]) -> None:
         """Closes and forgets all transports of this process except those named in `names`."""
@@ -161,7 +164,7 @@ class RankWorker(GroupMember):
         self._transports[name] = make(
             name,
             deadline_s=self._config.ray.step_timeout_s,
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=this_node(),
             ring=ring,
             source=source,
             device=str(self._world.device),
@@ -171,22 +174,23 @@ class RankWorker(GroupMember):
         return self._transports[name]
 
     def _join(
-        self,
-        rank: int,
-        parallel: ParallelConfig,
-        host: str,
-        port: int,
-        gpu_memory: float,
-        on_host: bool = False,
+        self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float, on_host: bool = False
     ) -> World:
         """Joins the dp × sp × tp ranks of a group, and stores and returns the World."""
         # Also sets this process's random seeds and number of torch threads.
         # Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that
         # Ray assigned, otherwise the CPU.
+        import torch
+
         from distill_rl.parallel.mesh import open_world
 
-        _prepare_process(self._config.run.seed, self._threads)
-        deadline_s = self._config.ray.step_timeout_s
+        # OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
+        seed = self._config.run.seed
+        faulthandler.enable()  # prints stacks if this process crashes
+        torch.set_num_threads(self._threads)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         store = self._meet(host, port, parallel.dp * parallel.ranks_per_row)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
@@ -199,7 +203,7 @@ class RankWorker(GroupMember):
             replicas=parallel.replicas,
             device=device,
             store=store,
-            timeout_s=deadline_s,
+            timeout_s=self._config.ray.step_timeout_s,
         )
         log.info("rank %d of %d, on %s", rank, self._world.world_size, device)
         return self._world
@@ -249,9 +253,7 @@ def gpu_index() -> int:
     names = [name.strip() for name in visible.split(",")]
     if gpu_id in names:
         return names.index(gpu_id)
-    if gpu_id.isdigit() and not visible:
-        return int(gpu_id)
-    return 0
+    return int(gpu_id) if gpu_id.isdigit() and not visible else 0
 
 
 def see_assigned_gpus() -> None:
@@ -272,15 +274,3 @@ def limit_gpu_memory(share: float, index: int) -> None:
 
     total = torch.cuda.get_device_properties(index).total_memory
     torch.cuda.set_per_process_memory_fraction(max(share - CONTEXT_BYTES / total, 0.0), index)
-
-
-def _prepare_process(seed: int, threads: int) -> None:
-    """Seeds Python, NumPy and torch, sets torch's number of threads, and prints stacks if this process crashes."""
-    # OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
-    import torch
-
-    faulthandler.enable()
-    torch.set_num_threads(threads)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

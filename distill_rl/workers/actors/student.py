@@ -12,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from distill_rl.config.schema import Config, ScheduleConfig
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
@@ -21,7 +19,7 @@ from distill_rl.scaling.shape import Shape, needed_flops, nominal_flops
 from distill_rl.system.memory import peak_gib
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport, assemble, plan
 from distill_rl.types import CrossTokenizerSpec, RankBatch
-from distill_rl.workers.actors.rank import RankWorker, probe_tensors, reporting
+from distill_rl.workers.actors.rank import RankWorker, probe_tensors, reporting, this_node
 from distill_rl.workers.actors.teacher import Published
 from distill_rl.workers.cluster.relay import Failed, Together, each
 from distill_rl.workers.cluster.telemetry import Gauges
@@ -33,6 +31,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+Result = Published | Failed | Together
+"""What a teacher's replica has published, or why it has not; or what several have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,7 @@ class StudentWorker(RankWorker):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
-        self,
-        rows: Sequence[RankBatch],
-        sub_batch: int,
-        last: bool,
-        teacher_sizes: Sequence[int],
-        *results: Published | Failed | Together,
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *results: Result
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -142,14 +138,12 @@ class StudentWorker(RankWorker):
         due_batch, due = self._engine.step, self._next_sub_batch
         if (batch.index, sub_batch) != (due_batch, due):
             return Retryable(f"sub-batch {sub_batch} of batch {batch.index} came when {due} of {due_batch} was due")
-        start, targets = time.perf_counter(), self._fetched_targets(teacher_sizes, results)
-        if isinstance(targets, Retryable):
-            return targets
+        start = time.perf_counter()
         with ExitStack() as opened:
-            if problem := self._open(targets, batch, opened):
-                return problem
-            scores = self._scores(batch, targets.published)
-            metrics = self._engine.forward_backward(batch, targets, scores, last=last)
+            targets = self._open_targets(batch, teacher_sizes, results, opened)
+            if isinstance(targets, Retryable):
+                return targets
+            metrics = self._engine.forward_backward(batch, targets, self._scores(batch, targets.published), last=last)
         if last:
             metrics |= self._engine.optim_step()
         self._next_sub_batch = 0 if last else sub_batch + 1
@@ -160,17 +154,26 @@ class StudentWorker(RankWorker):
         self._far_bytes += targets.far_bytes
         return metrics | self._take_measurements() if last else metrics
 
-    def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
+    def _open_targets(
+        self, batch: RankBatch, sizes: Sequence[int], results: Sequence[Result], opened: ExitStack
+    ) -> _FetchedTargets | Retryable:
         """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could."""
-        # Collective, unless no teacher has published anything; then nothing is done.
-        if not any(targets.published):
-            return None
-        succeeded, problem = True, "another rank has lost its targets"
+        # Collective, unless a teacher has failed, or none has published anything.
+        found = each(results)
+        if any(isinstance(result, Failed) for result in found):  # all ranks are given the same results
+            return Retryable("a teacher has failed")
+        remaining = iter(found)
+        published = [list(islice(remaining, size)) for size in sizes]
+        targets = _FetchedTargets(self._transports, this_node(), self._config.loss.temperature, published)
+        if not any(published):
+            return targets
+        problem = ""
         try:
             targets.open(batch.first_row, batch.rows.shape[0], opened)
         except TransportError as error:
-            succeeded, problem = False, str(error)
-        return None if self._engine.world.all_agree(succeeded) else Retryable(problem)
+            problem = str(error)
+        all_agree = self._engine.world.all_agree(not problem)
+        return targets if all_agree else Retryable(problem or "another rank has lost its targets")
 
     def _take_measurements(self) -> dict[str, Metric]:
         """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it."""
@@ -193,12 +196,7 @@ class StudentWorker(RankWorker):
         return measured
 
     def evaluate(
-        self,
-        rows: Sequence[RankBatch],
-        sub_batch: int,
-        last: bool,
-        teacher_sizes: Sequence[int],
-        *results: Published | Failed | Together,
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *results: Result
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 
@@ -206,24 +204,12 @@ class StudentWorker(RankWorker):
 
         The arguments are those of `train`; `last` is ignored.
         """
-        batch, targets = rows[sub_batch], self._fetched_targets(teacher_sizes, results)
-        if isinstance(targets, Retryable):
-            return targets
+        batch = rows[sub_batch]
         with ExitStack() as opened:
-            if problem := self._open(targets, batch, opened):
-                return problem
+            targets = self._open_targets(batch, teacher_sizes, results, opened)
+            if isinstance(targets, Retryable):
+                return targets
             return self._engine.evaluate(batch, targets, self._scores(batch, targets.published))
-
-    def _fetched_targets(
-        self, sizes: Sequence[int], results: Sequence[Published | Failed | Together]
-    ) -> _FetchedTargets | Retryable:
-        """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
-        found, node_id = each(results), ray.get_runtime_context().get_node_id()
-        if any(isinstance(result, Failed) for result in found):  # all ranks are given the same results
-            return Retryable("a teacher has failed")
-        remaining = iter(found)
-        published = [list(islice(remaining, size)) for size in sizes]
-        return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 
     def _scores(self, batch: RankBatch, published: Sequence[Sequence[Published]]) -> list[float]:
         """Returns a score per running teacher; a higher score lowers that teacher's weight."""
@@ -354,8 +340,7 @@ class _FetchedTargets:
             pieces = plan([handle.layout for handle in handles], first_row, num_rows)
             for source in sorted({piece.source for piece in pieces}):
                 handle = handles[source]
-                fetched = self._transports[handle.transport].fetch(handle)
-                self._open[id(handle)] = stack.enter_context(fetched)
+                self._open[id(handle)] = stack.enter_context(self._transports[handle.transport].fetch(handle))
                 self.far_bytes += handle.num_bytes if handle.node_id != self._node_id else 0
         self.seconds += time.perf_counter() - start
 
@@ -368,13 +353,11 @@ class _FetchedTargets:
         """
         from distill_rl.losses.targets import target_of
 
+        def of_teacher(handles: Sequence[Handle]) -> Target:
+            rows = assemble(lambda handle: self._open[id(handle)], handles, first_row, num_rows)
+            return target_of(rows, self._temperature)
+
         start = time.perf_counter()
-        targets: list[Target | None] = []
-        for handles in self._handles:
-            if handles:
-                rows = assemble(lambda handle: self._open[id(handle)], handles, first_row, num_rows)
-                targets.append(target_of(rows, self._temperature))
-            else:  # a teacher that was lost
-                targets.append(None)
+        targets = [of_teacher(handles) if handles else None for handles in self._handles]
         self.seconds += time.perf_counter() - start
         yield targets

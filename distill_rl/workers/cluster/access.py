@@ -55,11 +55,9 @@ def require_entry(gcs: str) -> None:
             remedy += ", and do not set RAY_AUTH_MODE=disabled"
         raise ConfigError(f"the Ray cluster at {gcs}", "must take your token; it refuses it", remedy=remedy)
     if token is not None and _accepts(gcs, None):
-        raise ConfigError(
-            f"the Ray cluster at {gcs}",
-            "must ask for a token: it runs code for anybody who can reach it",
-            remedy="start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to join it all the same",
-        )
+        rule = "must ask for a token: it runs code for anybody who can reach it"
+        remedy = "start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to join it all the same"
+        raise ConfigError(f"the Ray cluster at {gcs}", rule, remedy=remedy)
 
 
 def _token() -> str:

@@ -29,6 +29,12 @@ Called = str | tuple[str, ...]
 """Name of the actor that a call is for, or of all that a relay calls for it."""
 Refs = dict[ray.ObjectRef, Called]
 """Submitted calls, each with what was called."""
+Awaited = Mapping[ray.ObjectRef, Called]
+"""Calls to wait for, each with what was called."""
+Further = Callable[[], Sequence[ray.ObjectRef]]
+"""Returns calls the end of which brings the next poll of a wait forward."""
+Poll = Callable[[], object]
+"""Called at every poll of a wait."""
 Failures = dict[ray.ObjectRef, tuple[Called, BaseException]]
 """Calls that failed, each with what was called and Ray's error."""
 
@@ -95,13 +101,7 @@ class Calls:
         return {name for called in self.names.values() for name in _names(called)}
 
     def gather(
-        self,
-        calls: Mapping[ray.ObjectRef, Called],
-        *,
-        what: str,
-        timeout_s: float,
-        meanwhile: Callable[[], object] | None = None,
-        also: Callable[[], Sequence[ray.ObjectRef]] = tuple,
+        self, calls: Awaited, *, what: str, timeout_s: float, meanwhile: Poll | None = None, also: Further = tuple
     ) -> list[Any]:
         """Waits for calls and returns their results in order; fails at the first call that fails.
 
@@ -129,9 +129,7 @@ class Calls:
             results |= ended
         return each(results[ref] for ref in calls)
 
-    def outcomes(
-        self, calls: Mapping[ray.ObjectRef, Called], *, what: str, timeout_s: float
-    ) -> dict[ray.ObjectRef, Any]:
+    def outcomes(self, calls: Awaited, *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
         """Waits until all calls have ended, in whatever way, and returns each one's result or Ray's error (not raised).
 
         Raises:
@@ -143,12 +141,7 @@ class Calls:
         return ended | errors
 
     def _until_done(
-        self,
-        names: Mapping[ray.ObjectRef, Called],
-        what: str,
-        timeout_s: float,
-        meanwhile: Callable[[], object] | None = None,
-        also: Callable[[], Sequence[ray.ObjectRef]] = tuple,
+        self, names: Awaited, what: str, timeout_s: float, meanwhile: Poll | None = None, also: Further = tuple
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
         """Yields, at every poll, the calls that have ended since the last poll and those that have not, until all have."""
         # Polls `interrupted` and the monitor, and reports a long wait in the log. The arguments are those of `gather`.
@@ -183,8 +176,8 @@ class Calls:
     def until(
         self,
         finished: Callable[[], bool],
-        meanwhile: Callable[[], object],
-        also: Callable[[], Sequence[ray.ObjectRef]],
+        meanwhile: Poll,
+        also: Further,
         *,
         what: str,
         actors: Collection[str],
@@ -275,9 +268,7 @@ class Calls:
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
         return _outcomes(done)[1]
 
-    def _blame(
-        self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, Called], what: str
-    ) -> DistillError:
+    def _blame(self, errors: Mapping[ray.ObjectRef, BaseException], names: Awaited, what: str) -> DistillError:
         """Returns the one error to report of those that calls raised: a death if there is one."""
         # Even the death of an actor that was not called comes first, because it is the likeliest cause.
         if all(_priority(error) != _DEATH for error in errors.values()):
@@ -320,9 +311,7 @@ class Calls:
         return self.monitor.where(name) if self.monitor else name
 
 
-def _outcomes(
-    refs: Sequence[ray.ObjectRef],
-) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
+def _outcomes(refs: Sequence[ray.ObjectRef]) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
     """Returns the results of those calls that succeeded, and the errors of those that failed. All must have ended."""
     results: dict[ray.ObjectRef, Any] = {}
     errors: dict[ray.ObjectRef, BaseException] = {}

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distill_rl.errors import DistillError
-from distill_rl.workers.actors.rank import Process
+from distill_rl.workers.actors.rank import Process, this_node
 from distill_rl.workers.cluster.calls import Called, Calls, Refs
 from distill_rl.workers.cluster.placement import PlacementPlan
 from distill_rl.workers.cluster.relay import MOST_RANKS, Relay, Request, bound
@@ -109,8 +109,7 @@ class WorkerGroup:
         # Relays have a relay, too, unless several process groups are divided among them: an error of one would keep the others waiting.
         groups = [{rank // size for rank in relay.ranks} for relay in made]
         if len(ranks) == size or sum(map(len, groups)) == len(set().union(*groups)):
-            starts = range(0, len(made), MOST_RANKS)
-            several = (made[start : start + MOST_RANKS] for start in starts)
+            several = (made[start : start + MOST_RANKS] for start in range(0, len(made), MOST_RANKS))
             made = [self._make_relay(some) if len(some) > 1 else some[0] for some in several]
         for relay in made:
             self._relays |= dict.fromkeys(relay.ranks, relay)
@@ -202,9 +201,8 @@ class WorkerGroup:
                 made = bound(relay.actor, "call", request.returns, "Relay", self.names[rank]).remote(request)
             else:
                 parts = [[rank]]
-                made = bound(self.actors[rank], method, values, self._kind, self.names[rank]).remote(
-                    left[rank], *arguments
-                )
+                call = bound(self.actors[rank], method, values, self._kind, self.names[rank])
+                made = call.remote(left[rank], *arguments)
             references = iter(made if isinstance(made, list) else [made])
             for called in parts:
                 yield list(islice(references, values)), called
@@ -304,17 +302,8 @@ class WorkerGroup:
     @property
     def processes(self) -> list[tuple[str, Process]]:
         """Names and processes of the present ranks, then of those that were replaced."""
-        return [*self._present, *self._replaced]
-
-    @property
-    def worker_ids(self) -> dict[str, str]:
-        """Actor names by Ray worker id."""
-        return {process.worker_id: name for name, process in self._present}
-
-    @property
-    def _present(self) -> list[tuple[str, Process]]:
         known = self._calls.processes
-        return [(name, known[name]) for name in self.names if name in known]
+        return [*((name, known[name]) for name in self.names if name in known), *self._replaced]
 
     def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> Refs:
         """Makes all ranks, or `ranks`, join process groups and load their models; does not wait for the models.
@@ -335,16 +324,13 @@ class WorkerGroup:
             nodes = {self._process(rank).node_id for rank in range(leader, leader + size)}
             stores |= self.submit("serve_store", size, len(nodes) == 1, ranks=[leader])
             if len(nodes) > 1:
-                what = (
-                    f"{self.names[leader]} and the {size - 1} ranks of its group communicate between {len(nodes)} nodes"
-                )
-                log.info("%s, unencrypted, and without a token of those that reach their ports", what)
+                what = f"{self.names[leader]} and the {size - 1} ranks of its group communicate between {len(nodes)}"
+                log.info("%s nodes, unencrypted, and without a token of those that reach their ports", what)
         addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
         calls: Refs = {}
         for rank in members:
             host, port = addresses.get(rank - rank % size, ("", 0))
-            gpu_memory = self._plan.placements[self.names[rank]].gpu_memory
-            calls |= self.submit("start", host, port, gpu_memory, ranks=[rank])
+            calls |= self.submit("start", host, port, self._plan.placements[self.names[rank]].gpu_memory, ranks=[rank])
         return calls
 
     def kill(self) -> None:
@@ -360,7 +346,7 @@ class WorkerGroup:
         """
         with contextlib.suppress(Exception):  # ray.kill below handles what fails here
             process = self._process(rank)
-            if process.node_id == ray.get_runtime_context().get_node_id():
+            if process.node_id == this_node():
                 process.kill()
         with contextlib.suppress(Exception):
             ray.kill(self.actors[rank], no_restart=True)
@@ -386,8 +372,7 @@ class _Relay:
     @property
     def ranks(self) -> list[int]:
         """Those that it calls, or that its relays call."""
-        members = self.members.values()
-        return [rank for each in members for rank in (each.ranks if isinstance(each, _Relay) else [each])]
+        return [rank for each in self.members.values() for rank in (each.ranks if isinstance(each, _Relay) else [each])]
 
     def request(
         self, method: str, values: int, rows: Mapping[int, Any], arguments: Sequence[Any]

@@ -178,9 +178,8 @@ class Hosts:
         remedy = ""
         if name == "raylet" and shutil.disk_usage(SHM).free < _LEAST_SHM:
             remedy = f"{SHM} is full: {ENLARGE_SHM}"
-        self.lost = self.lost or HostLost(
-            f"Ray on node {platform.node()}", f"its {name} on {where} must run until the end", found, remedy
-        )
+        rule = f"its {name} on {where} must run until the end"
+        self.lost = self.lost or HostLost(f"Ray on node {platform.node()}", rule, found, remedy)
         self._lost_at = self._looked_at
 
 

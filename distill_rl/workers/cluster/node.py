@@ -329,8 +329,7 @@ def require_free_ports(node: RayNode) -> None:
     Raises:
         WorkerError: some are taken; the message lists them.
     """
-    taken = [port for port in node.ports.values() if not _is_free(port)]
-    if taken:
+    if taken := [port for port in node.ports.values() if not _is_free(port)]:
         listed = ", ".join(map(str, taken))
         raise WorkerError("RAY_PORT", "the ports that Ray gets must be free", f"{listed} taken", "set another RAY_PORT")
 

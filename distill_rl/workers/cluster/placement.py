@@ -23,7 +23,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -238,9 +238,7 @@ def _replica_nodes(
     size = parallel.dp // parallel.replicas * parallel.ranks_per_row
     chosen: list[str] = []
     for first in range(0, parallel.replicas * size, size):
-        needed: Counter[str] = Counter()
-        for bundle in bundles[first : first + size]:
-            needed.update(bundle)  # type: ignore[arg-type]
+        needed = _asked(bundles[first : first + size])
         node_id = next((node_id for node_id, room in rooms.items() if _take(room, needed)), None)
         if node_id is None:
             return None
@@ -348,7 +346,7 @@ def _could_hold(plan: PlacementPlan) -> bool:
     """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs."""
     # That is in all, and for each bundle on some node.
     total, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return _has(total, _asked(plan)) and all(any(_has(node, bundle) for node in nodes) for bundle in plan.bundles)
+    return _has(total, _asked(plan.bundles)) and all(any(_has(node, each) for node in nodes) for each in plan.bundles)
 
 
 def _has(resources: Mapping[str, float], asked: Mapping[str, float]) -> bool:
@@ -366,10 +364,10 @@ def _not_placed(plan: PlacementPlan, settings: RayConfig, others: Queue) -> Conf
     return ConfigError("placement", rule, amounts, "lower parallel sizes, raise ray.num_cpus, or join a larger cluster")
 
 
-def _asked(plan: PlacementPlan) -> Counter[str]:
-    """The amount of each resource that the plan asks for."""
+def _asked(bundles: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """The amount of each resource that bundles ask for."""
     asked: Counter[str] = Counter()
-    for bundle in plan.bundles:
+    for bundle in bundles:
         asked.update(bundle)
     return asked
 
@@ -379,7 +377,7 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
 
     It ends with the nodes to which bundles are pinned, if any.
     """
-    asked = _asked(plan)
+    asked = _asked(plan.bundles)
     amounts = [
         f"{name}: asked {asked[name]:g}, cluster has {total.get(name, 0):g}, free {available.get(name, 0):g}"
         for name in sorted(asked)

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distill_rl.config.schema import FaultsConfig
 from distill_rl.observe.log import printable
-from distill_rl.workers.actors.rank import Process
+from distill_rl.workers.actors.rank import Process, this_node
 
 GONE = "gone"
 _UPDATE_EVERY_S = 2.5
@@ -132,8 +132,7 @@ class ProcessMonitor:
         self._updated_at = now
         processes = dict(self._processes)
         remote = _by_node(processes)
-        local = remote.pop(_this_node(), {})
-        self._states |= self._local_monitor.states(local)
+        self._states |= self._local_monitor.states(remote.pop(this_node(), {}))
         self._update_remote(remote)
         for name, process in processes.items():
             if self._states.get(name) != psutil.STATUS_STOPPED:
@@ -211,8 +210,7 @@ class ProcessMonitor:
                 _end(self._remote_monitors.pop(node, None))
         for node, processes in nodes.items():
             if node not in self._pending:
-                ref = self._monitor_on(node).states.remote(processes)
-                self._pending[node] = ref, list(processes), time.monotonic()
+                self._pending[node] = self._monitor_on(node).states.remote(processes), list(processes), time.monotonic()
 
     def _monitor_on(self, node: str) -> Any:
         """Returns the NodeMonitor actor on another node, created at its first use."""
@@ -226,7 +224,7 @@ class ProcessMonitor:
 
     def _kill(self, process: Process) -> None:
         """Kills a process on any node; on another node without waiting for it."""
-        if process.node_id == _this_node():
+        if process.node_id == this_node():
             process.kill()
         else:
             self._monitor_on(process.node_id).kill.remote(process)
@@ -236,7 +234,7 @@ class ProcessMonitor:
         answers: dict[str, str] = {}
         for node, on_node in _by_node(processes).items():
             try:
-                if node == _this_node():
+                if node == this_node():
                     answers |= getattr(self._local_monitor, method)(on_node)
                 else:
                     call = getattr(self._monitor_on(node), method).remote(on_node)
@@ -266,11 +264,6 @@ def _end(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _this_node() -> str:
-    """The id of the Ray node this process runs on."""
-    return ray.get_runtime_context().get_node_id()
-
-
 def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
     """Returns the processes grouped by the id of their node, by name within a node."""
     nodes: dict[str, dict[str, Process]] = {}
@@ -284,8 +277,7 @@ def _state(process: Process) -> str:
     try:
         present = psutil.Process(process.pid)
         status = present.status()
-        reused_pid = present.create_time() != process.created
-        return GONE if reused_pid or status == psutil.STATUS_ZOMBIE else status
+        return GONE if present.create_time() != process.created or status == psutil.STATUS_ZOMBIE else status
     except psutil.NoSuchProcess:
         return GONE
 

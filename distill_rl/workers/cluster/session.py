@@ -62,11 +62,6 @@ def capacity() -> tuple[float, float]:
     return resources.get("GPU", 0.0), resources.get("CPU", 0.0)
 
 
-def this_node() -> str:
-    """The id of the machine of this process in the cluster."""
-    return ray.get_runtime_context().get_node_id()
-
-
 def describe(node: Node) -> str:
     """What a machine offers, such as `8 GPUs (H100), 96 CPUs`, for a record of the run."""
     kinds = [name.partition(":")[2] for name in node.resources if name.startswith("accelerator_type:")]
@@ -119,9 +114,8 @@ def ray_session(
         say("starting  Ray on this machine")
         store, spilled = object_store_size(target_bytes, object_store_room())
         if spilled:
-            log.warning(
-                "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
-            )
+            text = "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk"
+            log.warning(text, target_bytes >> 20)
         with (
             reaper(private_directory(), lambda: hosts.lost) as ray_runs,
             _local_ray(settings, num_cpus, store, started, interrupted, hosts),
@@ -198,8 +192,7 @@ def _local_ray(
         with _kill_on_sigterm(roots):
             ray.shutdown()
         fork_server.end()
-        left = end(family, _END_S, kill=False)
-        if left:
+        if left := end(family, _END_S, kill=False):
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
         end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
@@ -221,8 +214,7 @@ def _joined_ray(address: str) -> Iterator[None]:
             runtime_env={"env_vars": worker_environment()},
         )
     except Exception as error:
-        value = f"{address} ({type(error).__name__})"
-        raise ConfigError("ray.address", _MUST_RUN, value, _START_ONE) from error
+        raise ConfigError("ray.address", _MUST_RUN, f"{address} ({type(error).__name__})", _START_ONE) from error
     try:
         if address == "auto":
             access.require_entry(ray.get_runtime_context().gcs_address)

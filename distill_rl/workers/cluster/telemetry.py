@@ -107,10 +107,8 @@ def gauge_of(name: str, value: float) -> tuple[str, float, str]:
     `of`.
     """
     first, *rest = name.split("/")
-    if first == "timing":
-        return "timing_seconds", value, "/".join(rest)
-    if first == "eval":
-        return "eval_score", value, "/".join(rest)
+    if gauge := {"timing": "timing_seconds", "eval": "eval_score"}.get(first):
+        return gauge, value, "/".join(rest)
     return re.sub(r"[^A-Za-z0-9_]", "_", "_".join([first, *rest[:1]])), value, "/".join(rest[1:])
 
 
@@ -135,8 +133,6 @@ def write_targets(path: Path) -> None:
 
 _MAX_READS = 6
 """Workers report their events about once a second, so events are read until two reads in a row return equally many."""
-
-log = logging.getLogger(__name__)
 
 
 def write_timeline(path: Path, names: Mapping[str, str]) -> None:

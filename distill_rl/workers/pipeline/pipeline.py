@@ -356,9 +356,7 @@ class Connector:
             ]
             return self._call(method, calls, problems)
 
-        rings = {
-            route: (route.choice.name, route.source, route.num_slots, route.readers, route.backing) for route in routes
-        }
+        rings = {each: (each.choice.name, each.source, each.num_slots, each.readers, each.backing) for each in routes}
         receipts = readers("open_ring", teachers("open_ring", rings))
         accepted = teachers("accept", {route: (of_route,) for route, of_route in receipts.items()})
         probes = teachers("publish_probe", dict.fromkeys(accepted, ()))

@@ -265,7 +265,7 @@ class _Part:
 
 @dataclass
 class Starting:
-    """Waits until the actors of a run have loaded their models, and starts again what dies meanwhile.
+    """The actors of a run, by role: waits until they have loaded their models, and starts again what dies meanwhile.
 
     The budgets are those of the run (an evaluator has as many as the student), and so are the parts that are replaced
     together: all ranks of the student, a replica of a teacher, one aligner. What is alive goes on loading.
@@ -277,6 +277,7 @@ class Starting:
     config: Config
     calls: Calls
     student: WorkerGroup | None
+    """None for a capture."""
     teachers: Teachers
     aligners: WorkerGroup
     evaluator: WorkerGroup | None
@@ -291,6 +292,12 @@ class Starting:
             if whole is not None:
                 self._parts.append(_Part(role, whole, range(len(whole.actors))))
         self._groups = list(dict.fromkeys(part.group for part in self._parts))
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All groups of actors."""
+        groups = [self.student, *(group for _, group in self.teachers), self.aligners, self.evaluator]
+        return [group for group in groups if group is not None]
 
     def load(self) -> None:
         """Waits until all actors run, then starts them all at the same time, and waits until the models are loaded.

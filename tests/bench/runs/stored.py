@@ -161,7 +161,7 @@ def _batches(config: Any) -> tuple[Any, list[Any], list[Any]]:
     from distill_rl.run.run_directory import paths_of
 
     job = prepare(open_rows(config), paths_of(config))
-    builder = open_builder(config, job.data_format, job.plan, [False])
+    builder = open_builder(config, job.opened.train.kind, job.plan, [False])
     student, teacher = [], []
     for batch in job.loader():
         _, ours, (theirs,) = builder.build(batch)

@@ -18,9 +18,9 @@ def first_batch(checked, tmp_path, documents: int = 64) -> BatchInfo:
     """The summary of a batch of the first documents, made as a run makes it."""
     job = prepare(checked.opened, RunPaths(tmp_path / "run"))
     other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
-    aligner = AlignerWorker(0, checked.config, job.train.kind, job.plan, other_tokenizer)
+    aligner = AlignerWorker(0, checked.config, job.opened.train.kind, job.plan, other_tokenizer)
     aligner.start()
-    _, aligned = aligner.align([job.train[i] for i in range(documents)])
+    _, aligned = aligner.align([job.opened.train[i] for i in range(documents)])
     info, *_ = aligner.assemble(0, Cursor(0, documents), aligned)
     return info
 

@@ -9,9 +9,8 @@ import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
-from distill_rl.models import attention as choice
+from distill_rl.models import attention
 from distill_rl.models.files import read_config
-from distill_rl.preflight import models as attention
 from distill_rl.preflight.models import attention_problems, class_problems, width_problems
 from distill_rl.run.opened import OpenedModel
 from tests.helpers.zoo import write_family
@@ -37,8 +36,7 @@ def opened_student(config: Any, **settings: Any) -> OpenedModel:
 def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The packages that count as installed."""
     names: set[str] = set()
-    for module in (attention, choice):
-        monkeypatch.setattr(module, "installed", lambda name: name in names)
+    monkeypatch.setattr(attention, "installed", lambda name: name in names)
     return names
 
 

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_the_former_order_goes_on_in_it(material, monkeypatch):
     config = load_config(material / "run.yaml")
     job = prepare(open_rows(config), RunPaths(material / "runs" / "mine"))
     assert job.fingerprints["order of the data"] == "run.seed=0, shuffled blocks, version 1"
-    rows = len(job.train)
+    rows = len(job.opened.train)
     assert [job.order(i) for i in range(rows)] != random_order(0, (0, 0), rows).tolist()
     resumed = job.going_on(former)
     assert resumed.fingerprints == former
