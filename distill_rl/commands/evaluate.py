@@ -248,7 +248,7 @@ def print_table(results: Results) -> None:
     """
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from distill_rl.evals.results import num_ungraded
 
@@ -266,11 +266,9 @@ def print_table(results: Results) -> None:
         "too long": [part["outcomes"]["too_long"] for *_, part in rows],
     }
     occurred = {heading: counts for heading, counts in failures.items() if any(counts)}
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("model", "suite", "task"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 % interval", "items", *occurred):
-        table.add_column(heading, justify="right", no_wrap=True)
+    names = (Column(name, overflow="fold") for name in ("model", "suite", "task"))
+    numbers = ("score", "95 % interval", "items", *occurred)
+    table = Table(*names, *(Column(name, justify="right", no_wrap=True) for name in numbers), box=box.SIMPLE_HEAD)
     for i, (*names, part) in enumerate(rows):
         low, high = part["interval"]
         figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]

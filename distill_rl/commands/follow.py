@@ -11,7 +11,8 @@ from pathlib import Path
 
 from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import clock_time, printable, setup_console
-from distill_rl.observe.sinks import SECONDS, STEPS, ProgressSink
+from distill_rl.observe.metrics import SECONDS, STEPS
+from distill_rl.observe.sinks import ProgressSink
 
 _POLL_S = 1.0
 _SILENT_S = 30.0

@@ -88,7 +88,7 @@ def _runs_of(path: Path) -> list[Path]:
 def _print_runs(paths: Sequence[Path]) -> None:
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from distill_rl.observe.report.report import figures, read_run
 
@@ -102,9 +102,8 @@ def _print_runs(paths: Sequence[Path]) -> None:
         for name in dict.fromkeys(name for row in rows.values() for name in row)
         if name in _COLUMNS or name.startswith("eval/")
     ]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("run", *columns):
-        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+    numbers = (Column(name, justify="right", overflow="fold") for name in columns)
+    table = Table(Column("run", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, row in rows.items():
         table.add_row(escape(name), *(row.get(column, "") for column in columns))
     open_console(WIDE).print(table)
@@ -132,15 +131,13 @@ def print_scores(evaluation: Evaluation) -> None:
 def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model", overflow="fold")
-    headings = ["score", "95 % interval"]
-    if evaluation.baseline is not None:
-        headings += [f"to {escape(evaluation.baseline)}", "95 % interval"]
-    for heading in [*headings, "items"]:
-        table.add_column(heading, justify="right", overflow="fold")
+    compared = [] if evaluation.baseline is None else [f"to {escape(evaluation.baseline)}", "95 % interval"]
+    numbers = (
+        Column(name, justify="right", overflow="fold") for name in ("score", "95 % interval", *compared, "items")
+    )
+    table = Table(Column("model", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     if with_failures:
         table.add_column("not right", overflow="fold")
     for row in rows:

@@ -59,14 +59,14 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
         summary: as `run.summarise` returns it.
     """
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
     tasks = list(next(iter(scores.values()))["per_task"])
     title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in ("exact match", "95 % interval", *tasks):
-        table.add_column(heading, justify="right", no_wrap=heading == "95 % interval")
+    interval = Column("95 % interval", justify="right", no_wrap=True)
+    columns = (Column("model", no_wrap=True), Column("exact match", justify="right"), interval)
+    by_task = (Column(task, justify="right") for task in tasks)
+    table = Table(*columns, *by_task, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for name, result in scores.items():
         low, high = result["interval"]
         by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)

@@ -14,7 +14,18 @@ from typing import Any, Protocol
 
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import ProgressBar
-from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
+from distill_rl.observe.metrics import (
+    ALL_TOKENS,
+    FAULTS,
+    PER_SECOND,
+    SECONDS,
+    STEPS,
+    TOKENS,
+    Metric,
+    Metrics,
+    merge,
+    values,
+)
 from distill_rl.observe.timing import TableSink
 from distill_rl.observe.trackers import open_trackers
 from distill_rl.system.files import sync, write_atomic
@@ -23,16 +34,6 @@ from distill_rl.types import RunPaths
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
 MOST_RECORDS = 20_000
 """Most records of steps, unless `observe.every` asks for more: about 30 MB of metrics.jsonl."""
-TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"
-IDEAL, MFU = "train/ideal_seconds", "train/mfu"
-RATE, ALL_RATE = "train/tokens_per_second", "align/tokens_per_second"
-_PER_SECOND = {
-    RATE: TOKENS,
-    ALL_RATE: ALL_TOKENS,
-    MFU: IDEAL,
-    "transport/teacher_wait": "timing/wait_teachers",
-}
-"""Derived metric → the metric that is divided by the seconds of the step."""
 _WORK = ("step", "forward", "align")
 """The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
 
@@ -142,7 +143,7 @@ class Observer:
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
-    """The derived metrics of `_PER_SECOND` and `busy/<worker>` whose sources are present; empty without a step time above 0."""
+    """The derived metrics of `PER_SECOND` and `busy/<worker>` whose sources are present; empty without a step time above 0."""
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
@@ -150,7 +151,7 @@ def _per_second(metrics: Metrics) -> dict[str, Metric]:
     busy = {f"busy/{worker}": f"timing/{worker}/{part}" for _, worker, part in workers if part in _WORK}
     return {
         name: Metric(metrics[source].value / seconds, "mean", seconds)
-        for name, source in (_PER_SECOND | busy).items()
+        for name, source in (PER_SECOND | busy).items()
         if source in metrics
     }
 

@@ -24,7 +24,12 @@ DEADLINE_S = 300.0
 def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     started = ForkServer()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_ENDPOINT", "HF_DATASETS_OFFLINE", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
+        for name in (
+            "HF_HUB_DISABLE_TELEMETRY",
+            "HF_ENDPOINT",
+            "HF_DATASETS_OFFLINE",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+        ):
             patch.setenv(name, "1")
         patch.setenv("HF_TOKEN", "of the user")
         if request.param is None:
