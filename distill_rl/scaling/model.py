@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from dataclasses import dataclass
 from math import ceil, exp, expm1, sqrt
@@ -196,9 +197,8 @@ def student_parts(shape: Shape, step: Step, card: Card, *, alone: bool) -> list[
     per_step = shape.parameters / step.tokens
     more = step.micro_batches - 1
     gather, first, reduce = (COPY, FIRST_GRADIENT, 0) if alone else (GATHER, FIRST_GRADIENT, REDUCE)
-    if (
-        not more and not alone
-    ):  # the gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum
+    if not more and not alone:
+        # The gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum.
         first, reduce = 0, REDUCE - 2
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
@@ -232,15 +232,13 @@ def _elementwise(phase: str, shape: Shape, backward: int) -> CostPart:
     ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
     ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
     formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
-    return CostPart(phase, "elementwise", formula, bytes=_elements(shape, *ours), ideal_bytes=_elements(shape, *ideal))
-
-
-def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
-    """Bytes per token of all layers and the last norm, from the bytes per element of each kind of pass."""
-    # Qwen3 also norms queries and keys.
+    # Elements of a layer, by kind of pass. Qwen3 also norms queries and keys; one more norm follows the last layer.
     normed = 2 * shape.hidden + (shape.query_and_key if shape.family == "qwen3" else 0)
-    layer = norm * normed + rotary * shape.query_and_key + swiglu * shape.intermediate + residual * shape.hidden
-    return shape.layers * layer + norm * shape.hidden
+    elements = normed, shape.query_and_key, shape.intermediate, shape.hidden
+    made, needed = (
+        shape.layers * sum(map(operator.mul, costs, elements)) + costs[0] * shape.hidden for costs in (ours, ideal)
+    )
+    return CostPart(phase, "elementwise", formula, bytes=made, ideal_bytes=needed)
 
 
 def microseconds(found: list[CostPart], card: Card, *, by: str, ideal: bool = False) -> dict[str, float]:
@@ -403,11 +401,10 @@ def best_interval(faults: Faults, *, step: float, save: float) -> int:
 
 # How long steps take when the stages of a batch overlap: the rules of the pipeline, played through event by event.
 #
-# 1. A batch is submitted when the student begins the step that is `depth` steps earlier.
-# 2. The aligners work on one batch after another, in order.
-# 3. The teachers begin a batch when it is aligned, they are done with the one before, and their rings have room: the batch that is `ring`
+# 1. A batch is submitted when the student begins the step that is `depth` steps earlier. Its alignment takes no time.
+# 2. The teachers begin a batch when it is submitted, they are done with the one before, and their rings have room: the batch that is `ring`
 #    batches earlier has been trained on.
-# 4. The student begins a step when the teachers are done with it and the step before has ended.
+# 3. The student begins a step when the teachers are done with it and the step before has ended.
 #
 # Where teachers and student share GPUs and both have work, each goes at half its speed: the GPU divides its time.
 
@@ -418,7 +415,6 @@ _EPSILON = 1e-9
 class Stages:
     """What a step consists of. Times are in seconds, of a rank that nothing delays."""
 
-    align: float
     teacher: float
     student: float
     between: float = 0.0
@@ -452,7 +448,6 @@ def simulate(stages: Stages, steps: int, seed: int = 0) -> list[float]:
     """When the student ends each step, in seconds since the run's first batch was submitted."""
     draw = random.Random(seed)
     work = {
-        "align": [stages.align] * steps,
         "teacher": [stages.teacher * slowest(draw, stages.jitter, stages.teacher_ranks) for _ in range(steps)],
         "student": [
             stages.between + stages.student * slowest(draw, stages.jitter, stages.student_ranks) for _ in range(steps)
@@ -467,23 +462,19 @@ def simulate(stages: Stages, steps: int, seed: int = 0) -> list[float]:
         batch = done[stage]
         if stage in running or batch == steps:
             return False
-        begun = done["student"] + ("student" in running)
-        if stage == "align":  # batch b is submitted when the student is about to begin step b - depth
-            return batch <= done["student"] + stages.depth
-        if stage == "teacher":
-            return done["align"] > batch and batch < done["student"] + ring
-        return done["teacher"] > batch and begun == batch
+        if stage == "teacher":  # batch b is submitted when the student is about to begin step b - depth
+            return batch < done["student"] + min(stages.depth + 1, ring)
+        return done["teacher"] > batch
 
     while done["student"] < steps:
         for stage in work:
             if may_begin(stage):
                 running[stage] = work[stage][done[stage]]
-        both = stages.shared and {"teacher", "student"} <= set(running)
-        speeds = {stage: 0.5 if both and stage != "align" else 1.0 for stage in running}
-        passed = min(left / speeds[stage] for stage, left in running.items())
+        speed = 0.5 if stages.shared and len(running) > 1 else 1.0
+        passed = min(running.values()) / speed
         now += passed
         for stage in list(running):
-            running[stage] -= passed * speeds[stage]
+            running[stage] -= passed * speed
             if running[stage] <= _EPSILON:
                 del running[stage]
                 done[stage] += 1

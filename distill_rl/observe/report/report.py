@@ -268,7 +268,7 @@ def write_report(
         sections=drawn,
         score_charts=scored,
         constants=constants(runs),
-        last_values=sorted(_by_run([_last_values(run) for run in runs])),
+        last_values=sorted(_by_run([{name: number(run.last(name)) for name in run.metrics} for run in runs])),
         evaluation=evaluation,
         final=final if final.scores else during,
         during=during if during.scores and final.scores else None,
@@ -287,12 +287,6 @@ def page_data(runs: Sequence[ReportRun], drawn: Sequence[Section], scored: Seque
     curves = [chart.data(steps, limit) for chart in in_order]
     names = [run.name for run in runs]
     return {"runs": names, "steps": list(steps), "charts": curves, "samples": samples(runs)}
-
-
-def _last_values(run: ReportRun) -> dict[str, str]:
-    """Metric → its last finite value as text."""
-    last = {name: run.last(name) for name in run.metrics}
-    return {name: MISSING if value is None else number(value) for name, value in last.items()}
 
 
 # The charts of the report as data: curves, thinned, which the page's script draws.
@@ -441,14 +435,14 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     return [(_mean(step for step, _ in run), _mean(value for _, value in run)) for run in runs]
 
 
-def number(value: float) -> str:
-    """A value as short text, such as `0.1235`, `12,346` or `1.2e-5`; a dash if it is not finite.
+def number(value: float | None) -> str:
+    """A value as short text, such as `0.1235`, `12,346` or `1.2e-5`; a dash if there is none, or it is not finite.
 
     Four significant digits; a whole number with thousands separators if its size is 1000 or more; up to three digits
     and an exponent if it is below 0.001, or 10 million or more.
     """
-    if not math.isfinite(value):
-        return "—"
+    if value is None or not math.isfinite(value):
+        return MISSING
     if value == 0 or 1e-3 <= abs(value) < 1e7:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     mantissa, exponent = f"{value:.2e}".split("e")
