@@ -68,6 +68,12 @@ class DistillError(Exception):
         error._problems = lines
         return error
 
+    @classmethod
+    def raise_all(cls, problems: Iterable[str]) -> None:
+        """Raises one error of this class that carries all problems; does nothing if there are none."""
+        if lines := tuple(problems):
+            raise cls.many(lines)
+
 
 class ConfigError(DistillError):
     exit_code = 2

@@ -114,8 +114,7 @@ def align(
     if json_file is not None:
         figures = {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends)}
         write_json(json_file, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return int(any(check.passed is False for check in checks))
 
 

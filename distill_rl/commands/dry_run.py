@@ -139,8 +139,7 @@ def _checked(
     if len(layouts) > 1:
         rule = "all runs must need as many nodes and GPUs"
         problems.append(problem("--array", rule, remedy="write a script for each"))
-    if problems:
-        raise ConfigError.many(list(dict.fromkeys(problems)))
+    ConfigError.raise_all(dict.fromkeys(problems))
     return configs, layouts.pop()
 
 
@@ -174,8 +173,7 @@ def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Seque
     setup_console()
     needed = {"student.model": "-", "data.path": "-"}  # of a run; an evaluation has neither
     config, findings = read_config(needed, [f"slurm.{setting}" for setting in settings])
-    if problems := [*findings.lines, *(slurm_problems(config.slurm) if config else ())]:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all([*findings.lines, *(slurm_problems(config.slurm) if config else ())])
     assert config is not None
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)

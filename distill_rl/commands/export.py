@@ -189,10 +189,9 @@ def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
             rule = f"must be latest, best, or one of the run's checkpoints ({', '.join(map(str, steps))})"
             raise CheckpointError("--checkpoint", rule, checkpoint)
         return checkpoints.read(path)
-    newest = _store(wanted).newest()
-    if newest is None:
-        raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
-    return newest
+    if newest := _store(wanted).newest():
+        return newest
+    raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
 
 
 def _store(wanted: _Export) -> checkpoints.CheckpointStore:

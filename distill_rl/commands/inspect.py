@@ -80,8 +80,7 @@ def inspect(
         problems, notes = problems + notes, []
     for note in notes:
         print(f"note       {printable(note)}", file=sys.stderr)
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return 0
 
 
@@ -317,8 +316,7 @@ class _Viewer:
             elif place == len(train) or train.row_number(place) != number:
                 rule = "must be a row that is trained on"
                 problems.append(problem("--row", rule, f"{number}, which data.validation.fraction holds out"))
-        if problems:
-            raise ConfigError.many(problems)
+        ConfigError.raise_all(problems)
         return chain.from_iterable(self._rows([train[place]]) for place in places)
 
     def _rows(self, documents: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

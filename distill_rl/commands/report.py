@@ -63,8 +63,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
         from distill_rl.observe.report.report import write_comparison
 
         evaluation = compare.compare(compare.find(paths), baseline)
-        if evaluation.problems:
-            raise DataError.many(evaluation.problems)
+        DataError.raise_all(evaluation.problems)
         print_scores(evaluation)
         target = out or paths[0] / COMPARISON
         write = partial(write_comparison, evaluation, target)

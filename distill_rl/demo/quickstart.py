@@ -65,8 +65,8 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
     interval = Column("95 % interval", justify="right", no_wrap=True)
     columns = (Column("model", no_wrap=True), Column("exact match", justify="right"), interval)
-    by_task = (Column(task, justify="right") for task in tasks)
-    table = Table(*columns, *by_task, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    of_tasks = (Column(task, justify="right") for task in tasks)
+    table = Table(*columns, *of_tasks, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for name, result in scores.items():
         low, high = result["interval"]
         by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)
@@ -133,8 +133,7 @@ def quickstart(
     paths, control, half = (RunPaths(runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
     _require_usable(overrides, config, () if clean else (paths, control, half))
     settled = load_config(config, overrides)
-    if broken := problems(settled):
-        raise ConfigError.many(broken)
+    ConfigError.raise_all(problems(settled))
     say(f"material  seed {seed} in {material}")
     made = make_material(material, seed, RECIPES[run])
     settings = [
@@ -284,10 +283,8 @@ def _require_usable(overrides: Sequence[str], config: Path, runs: Sequence[RunPa
         for text in overrides
         if (key := text.partition("=")[0].strip()) in RESERVED
     ]
-    for paths in runs:
-        if in_use(paths.root):
-            refused.append(problem(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
+    rule, remedy = "the run directory is in use", "start over with --clean"
+    refused += [problem(str(paths.root), rule, remedy=remedy) for paths in runs if in_use(paths.root)]
     if not config.is_file():
         refused.append(problem(str(config), "must be a file", remedy="give its path"))
-    if refused:
-        raise ConfigError.many(refused)
+    ConfigError.raise_all(refused)

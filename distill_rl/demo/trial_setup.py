@@ -122,8 +122,7 @@ def begin(paths: TrialPaths, *, clean: bool) -> None:
     Raises:
         ConfigError: something has come into it that may not be deleted.
     """
-    if problems := [*out_problems(paths.root, clean=clean)]:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(out_problems(paths.root, clean=clean))
     for entry in _entries(paths.root):
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -475,8 +474,7 @@ def examine(request: TrialRequest) -> TrialPair:
         rule = f"must have at least {FEWEST_DOCUMENTS} documents, of which some are held out"
         remedy = "give more text; of a .txt file every line is a document"
         problems.append(problem("TEXT", rule, f"{documents} in {request.text}", remedy))
-    if problems:  # before weights are fetched
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)  # before weights are fetched
     assert checked.config is not None
     student, teacher = (
         resolve(model.model or "", model.revision, weights=True)
@@ -618,8 +616,7 @@ def _chosen(request: TrialRequest, known: Known, fit: Settings) -> Settings:
     chosen = choose(known, fit)
     config, _ = read_config(settings_of(request, chosen), request.overrides)
     if config is not None:
-        adapters = config.student.has_adapters
-        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=adapters)
+        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=config.student.has_adapters)
     return chosen
 
 
@@ -627,10 +624,8 @@ def _positions(*models: str) -> int | None:
     """The shortest of the models' longest inputs; None if none is known. What cannot be read is reported later."""
     lengths = []
     for model in models:
-        try:
+        with suppress(ConfigError):
             lengths.append(getattr(read_model_config(model), "max_position_embeddings", None))
-        except ConfigError:
-            continue
     return min((length for length in lengths if length), default=None)
 
 

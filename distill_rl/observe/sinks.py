@@ -211,8 +211,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _truncate(path: Path, resume_step: int | None) -> None:

@@ -549,9 +549,8 @@ def read_run(folder: str | os.PathLike[str]) -> ReportRun:
     try:
         records = read_records(paths.metrics)
     except OSError as error:
-        raise DataError(
-            f"report of {folder}", "a run directory holds metrics.jsonl", error.strerror, "give the folder of a run"
-        ) from error
+        rule, remedy = "a run directory holds metrics.jsonl", "give the folder of a run"
+        raise DataError(f"report of {folder}", rule, error.strerror, remedy) from error
     by_step: dict[int, dict[str, Any]] = {}
     timed = 0
     for record in records:

@@ -235,12 +235,9 @@ def _part(result: Any) -> ScorePart | None:
     score = _fraction(result.get("score")) if isinstance(result, dict) else None
     if score is None:
         return None
-    interval = None
-    match result.get("interval"):
-        case [first, last]:
-            low, high = _fraction(first), _fraction(last)
-            if low is not None and high is not None:
-                interval = low, high
+    ends = result.get("interval")
+    low, high = map(_fraction, ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
+    interval = None if low is None or high is None else (low, high)
     raw_outcomes = result.get("outcomes")
     if not isinstance(raw_outcomes, dict):
         raw_outcomes = {"truncated": result.get("truncated")}
