@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def inspect(
     with status(f"reading   {path}"):
         config = _read(path, overrides, rows, chosen)
         viewer = _Viewer(open_rows(config), packed=chosen is None)
-        found = viewer.first(rows or ROWS) if chosen is None else viewer.chosen(chosen)
+        found = islice(viewer.first(), rows or ROWS) if chosen is None else viewer.chosen(chosen)
     console = open_console(110)
     if not as_json:
         console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
@@ -283,16 +283,14 @@ class _Viewer:
         kept = [{k: v for k, v in message.items() if k not in SWITCHES} for message in document["messages"]]
         return encode({**document, "messages": kept}).label_mask & ~learnt
 
-    def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yields the first rows of the run, up to a batch at which it would end."""
-        shown = 0
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of the run, up to a batch at which it would end."""
+        shown = False
         for batch in self.run.loader():
             self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
             for row in self._rows(batch.documents):
                 yield {"step": batch.index + 1, **row}
-                shown += 1
-                if shown == count:
-                    return
+                shown = True
             if self.problems or (batch.cursor.epoch and not shown):
                 return
 

@@ -96,11 +96,8 @@ def _print_runs(paths: Sequence[Path]) -> None:
         run = read_run(path)
         scores = {name for record in run.records for name in record if name.startswith("eval/")}
         rows[path.name] = figures(run) | {name: f"{run.last(name):.4f}" for name in sorted(scores)}
-    columns = [
-        name
-        for name in dict.fromkeys(name for row in rows.values() for name in row)
-        if name in _COLUMNS or name.startswith("eval/")
-    ]
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = [name for name in names if name in _COLUMNS or name.startswith("eval/")]
     numbers = (Column(name, justify="right", overflow="fold") for name in columns)
     table = Table(Column("run", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, row in rows.items():

@@ -18,22 +18,16 @@ MEMORY = {"h100": 80e9, "h200": 141e9}
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """Rates at which a GPU sends to others, in bytes per second, as collectives reach them."""
-
-    inside: float = 360e9
-    """To GPUs of its node: NVLink's 450 GB/s in one direction, of which NCCL reaches about four fifths."""
-    between: float = 42e9
-    """To other nodes: a port of 400 Gbit/s for every GPU, of which NCCL reaches about five sixths."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
     gpus: int
     card: str = "h100"
     """A name of `CARDS`."""
     per_node: int = 8
-    network: Network = Network()
+    inside: float = 360e9
+    """Bytes per second at which a GPU sends to others of its node, as collectives reach them: NVLink's 450 GB/s in one direction, of
+    which NCCL reaches about four fifths."""
+    between: float = 42e9
+    """The same to other nodes: a port of 400 Gbit/s for every GPU, of which NCCL reaches about five sixths."""
 
     @property
     def rates(self) -> Card:
@@ -41,7 +35,7 @@ class Cluster:
 
     def gather(self, num_bytes: float, ranks: int) -> float:
         """Seconds in which neighbouring ranks exchange their parts of `num_bytes`, or add up and keep a part each."""
-        rate = self.network.inside if ranks <= self.per_node else self.network.between
+        rate = self.inside if ranks <= self.per_node else self.between
         return (ranks - 1) / ranks * num_bytes / rate
 
     def all_reduce(self, num_bytes: float, ranks: int) -> float:

@@ -414,12 +414,8 @@ def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     kept = [first]
     for start in range(0, len(inner), size):
         stretch = inner[start : start + size]
-        finite = [point for point in stretch if math.isfinite(point[1])]
-        if finite:
-            ends = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-            kept += sorted(ends)
-        else:
-            kept.append(stretch[0])
+        finite = [point for point in stretch if math.isfinite(point[1])] or stretch[:1]
+        kept += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
     return [*kept, last]
 
 
@@ -526,15 +522,9 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportRun]:
     """
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    runs = [
-        replace(run, name="/".join(run.paths.root.resolve().parts[-2:])) if names.count(run.name) > 1 else run
-        for run in runs
-    ]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.name} ({names[:i].count(run.name) + 1})") if names.count(run.name) > 1 else run
-        for i, run in enumerate(runs)
-    ]
+    names = ["/".join(run.paths.root.resolve().parts[-2:]) if names.count(run.name) > 1 else run.name for run in runs]
+    numbers = [f" ({names[:i].count(name) + 1})" if names.count(name) > 1 else "" for i, name in enumerate(names)]
+    return [replace(run, name=name + number) for run, name, number in zip(runs, names, numbers)]
 
 
 def read_run(folder: str | os.PathLike[str]) -> ReportRun:

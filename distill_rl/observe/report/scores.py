@@ -169,14 +169,12 @@ def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
     problems: list[str] = []
     for folder, name in names.items():
         files = sorted((file for file in folder.glob("*.json") if not file.name.startswith(".")), key=_time)
-        scores = []
+        scores: list[Score] = []
         for file in files:
             try:
-                score = read_score(file, name)
+                scores += filter(None, [read_score(file, name)])
             except DataError as error:
                 problems += map(printable, error.problems)
-            else:
-                scores += [score] if score else []
         if scores:
             models.append((_sort_key(folder, scores[0]), scores))
     models.sort(key=lambda model: model[0])
