@@ -37,11 +37,8 @@ def check(path: str, overrides: Sequence[str]) -> int:
         print(to_yaml(config), end="")
         if not checked.opened.rules:  # sizes of invalid settings are meaningless
             print("\n".join(f"# {line}" for line in summary(config, checked.facts)))
-    for begin, lines in (
-        ("data       ", reading),
-        ("note       ", checked.notes),
-        ("not checked: ", checked.unreachable),
-    ):
+    found = (("data       ", reading), ("note       ", checked.notes), ("not checked: ", checked.unreachable))
+    for begin, lines in found:
         for line in lines:
             print(f"# {begin}{printable(line)}")
     sys.stdout.flush()

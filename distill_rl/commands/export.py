@@ -37,13 +37,10 @@ class _Export:
         from distill_rl.models.files import licence
         from distill_rl.run.card import card_of, measured_at
 
+        given = None if self.licence is None else licence(self.licence)
+        scores = measured_at(self.paths, step)
         return card_of(
-            self.config,
-            step=step,
-            data_fingerprint=data_fingerprint,
-            scores=measured_at(self.paths, step),
-            dtype=self.dtype,
-            licence=None if self.licence is None else licence(self.licence),
+            self.config, step=step, data_fingerprint=data_fingerprint, scores=scores, dtype=self.dtype, licence=given
         )
 
 

@@ -410,20 +410,15 @@ class _Viewer:
         }
 
     def _explain(
-        self,
-        tokens: Sequence[dict[str, Any]],
-        document: Mapping[str, Any],
-        chunks: Mapping[str, Any],
-        taken_out: np.ndarray,
+        self, tokens: list[dict[str, Any]], document: dict[str, Any], chunks: Mapping[str, Any], taken_out: np.ndarray
     ) -> None:
         """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why."""
         # `chunks` are by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
         data, roles = self.run.config.data, self._builder.tokenization.roles
         setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
         outside = "not the assistant's" if roles == ("assistant",) else f"not of {' or '.join(roles)}"
-        left_to = (
-            "only cross-entropy trains it" if self.run.config.loss.ce_weight else "nothing trains it (loss.ce_weight=0)"
-        )
+        has_ce = self.run.config.loss.ce_weight > 0
+        left_to = "only cross-entropy trains it" if has_ce else "nothing trains it (loss.ce_weight=0)"
         first, of_piece = document["start_token"], document["tokens_before"] > 0
         for j in range(first, document["end_token"]):
             token = tokens[j]

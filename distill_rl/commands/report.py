@@ -130,9 +130,8 @@ def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool
     from rich.table import Column, Table
 
     compared = [] if evaluation.baseline is None else [f"to {escape(evaluation.baseline)}", "95 % interval"]
-    numbers = (
-        Column(name, justify="right", overflow="fold") for name in ("score", "95 % interval", *compared, "items")
-    )
+    headings = ("score", "95 % interval", *compared, "items")
+    numbers = (Column(name, justify="right", overflow="fold") for name in headings)
     table = Table(Column("model", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     if with_failures:
         table.add_column("not right", overflow="fold")

@@ -163,15 +163,11 @@ def quickstart(
     if settled.train.minutes is not None:
         of_half += (f"train.minutes={settled.train.minutes / 2}",)
     common = ("train", "-c", str(config), *(["--clean"] if clean else []), *settings)
-    trainings = [
-        ChildRun(
-            (*common, f"run.name={trained.root.name}", *run_settings),
-            trained.root.name,
-            f"`distill-rl train` of {trained.root.name}",
-            trained.root / "logs" / "latest" / "driver.log",
-        )
-        for trained, run_settings in ((paths, of_taught), (control, CONTROL_OVERRIDES), (half, of_half))
-    ]
+    trainings = []
+    for trained, run_settings in ((paths, of_taught), (control, CONTROL_OVERRIDES), (half, of_half)):
+        name, log = trained.root.name, trained.root / "logs" / "latest" / "driver.log"
+        command = (*common, f"run.name={name}", *run_settings)
+        trainings.append(ChildRun(command, name, f"`distill-rl train` of {name}", log))
     if code := run_all(trainings, ENVIRONMENT, at_once=runs_at_once()):
         return code
     say("evaluate  teacher, student before and after, control, student of half the rows")

@@ -460,13 +460,9 @@ def examine(request: TrialRequest) -> TrialPair:
     """
     problems = [*_request_problems(request)]
     positions = _positions(request.student, request.teacher)
-    first: Settings = {
-        "data.max_length": min(positions or SHORTEST_ROW, SHORTEST_ROW),
-        "loss.top_k": 1,
-        "train.global_batch_size": 1,
-        "train.micro_batch_size": 1,
-    }
     batch = ("train.global_batch_size", "train.micro_batch_size")
+    first: Settings = {"data.max_length": min(positions or SHORTEST_ROW, SHORTEST_ROW), "loss.top_k": 1}
+    first |= dict.fromkeys(batch, 1)
     others = [override for override in request.overrides if not override.startswith(batch)]
     checked = _gather(replace(request, overrides=others), first, problems)
     documents = checked.facts.num_documents
@@ -476,10 +472,8 @@ def examine(request: TrialRequest) -> TrialPair:
         problems.append(problem("TEXT", rule, f"{documents} in {request.text}", remedy))
     ConfigError.raise_all(problems)  # before weights are fetched
     assert checked.config is not None
-    student, teacher = (
-        resolve(model.model or "", model.revision, weights=True)
-        for model in (checked.config.student, checked.config.teachers[0])
-    )
+    both = checked.config.student, checked.config.teachers[0]
+    student, teacher = (resolve(model.model or "", model.revision, weights=True) for model in both)
     models = tuple(read_model_facts(folder, read_model_config(folder)) for folder in (student, teacher))
     known = _known(request, checked.facts, models, positions)
     if known.student_parameters > LARGER * known.teacher_parameters:

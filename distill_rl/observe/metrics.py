@@ -169,9 +169,8 @@ def is_sum(name: str) -> bool:
 def _pattern(name: str) -> re.Pattern[str]:
     # A method of alignment may have a slash of its own (`dp/numba`).
     parts = {"METHOD": "[a-z_]+(/(numba|numpy|cuda))?"}
-    return re.compile(
-        "/".join(parts.get(part, "[^/]+") if part.isupper() else re.escape(part) for part in name.split("/"))
-    )
+    found = (parts.get(part, "[^/]+") if part.isupper() else re.escape(part) for part in name.split("/"))
+    return re.compile("/".join(found))
 
 
 TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"

@@ -149,11 +149,8 @@ def _per_second(metrics: Metrics) -> dict[str, Metric]:
     seconds = metrics[SECONDS].value
     workers = [name.split("/") for name in metrics if name.startswith("timing/") and name.count("/") == 2]
     busy = {f"busy/{worker}": f"timing/{worker}/{part}" for _, worker, part in workers if part in _WORK}
-    return {
-        name: Metric(metrics[source].value / seconds, "mean", seconds)
-        for name, source in (PER_SECOND | busy).items()
-        if source in metrics
-    }
+    known = {name: metrics[source].value for name, source in (PER_SECOND | busy).items() if source in metrics}
+    return {name: Metric(value / seconds, "mean", seconds) for name, value in known.items()}
 
 
 class JsonlSink:

@@ -282,16 +282,9 @@ def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
         "recorded": paths.metrics.stat().st_size if paths.metrics.exists() else 0,
         "config": redact(asdict(config)),
     }
-    return [
-        TrackerSink(
-            name,
-            [sys.executable, "-m", "distill_rl.observe.trackers", name],
-            start,
-            log_file=paths.logs / f"{name}.log",
-        )
-        for name in TRACKERS
-        if getattr(config.observe, name)
-    ]
+    program = [sys.executable, "-m", "distill_rl.observe.trackers"]
+    enabled = [name for name in TRACKERS if getattr(config.observe, name)]
+    return [TrackerSink(name, [*program, name], start, log_file=paths.logs / f"{name}.log") for name in enabled]
 
 
 class TrackerSink:
@@ -379,13 +372,9 @@ class TrackerSink:
                 self._waiting.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
-        if self.missing:
-            log.warning(
-                "%s did not receive %d of %d records; metrics.jsonl has all of them",
-                self._name,
-                self.missing,
-                self._num_offered,
-            )
+        if missing := self.missing:
+            text = "%s did not receive %d of %d records; metrics.jsonl has all of them"
+            log.warning(text, self._name, missing, self._num_offered)
 
     def _end(self, deadline: float) -> None:
         """Closes the child's stdin, waits for its end, then kills what is left of it and the processes it started."""

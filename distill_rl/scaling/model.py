@@ -281,10 +281,9 @@ def teacher_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp
     """The time of a teacher's replica for its rows of a batch."""
     rows = ceil(work.rows / dp)
     step = Step(rows, rows, work.length, work.top_k)
-    return Time(
-        _seconds(teacher_parts(Shape.of(model), step, cluster.rates), step, cluster, tp),
-        _reductions(model, step.tokens, cluster, tp, TEACHER_REDUCTIONS),
-    )
+    parts = teacher_parts(Shape.of(model), step, cluster.rates)
+    reductions = _reductions(model, step.tokens, cluster, tp, TEACHER_REDUCTIONS)
+    return Time(_seconds(parts, step, cluster, tp), reductions)
 
 
 def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp: int) -> Time:
@@ -303,11 +302,8 @@ def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp
         part if part.kind != "optimizer" else CostPart(part.phase, part.kind, part.formula, bytes=part.bytes / dp)
         for part in student_parts(Shape.of(model), step, cluster.rates, alone=dp * tp == 1)
     ]
-    return Time(
-        _seconds(parts, step, cluster, tp),
-        _reductions(model, step.tokens, cluster, tp, STUDENT_REDUCTIONS),
-        sharding,
-    )
+    reductions = _reductions(model, step.tokens, cluster, tp, STUDENT_REDUCTIONS)
+    return Time(_seconds(parts, step, cluster, tp), reductions, sharding)
 
 
 def _seconds(parts: list[CostPart], step: Step, cluster: Cluster, tp: int) -> float:
@@ -441,12 +437,9 @@ def step_seconds(stages: Stages, steps: int = 200, seed: int = 0) -> float:
 def simulate(stages: Stages, steps: int, seed: int = 0) -> list[float]:
     """When the student ends each step, in seconds since the run's first batch was submitted."""
     draw = random.Random(seed)
-    work = {
-        "teacher": [stages.teacher * slowest(draw, stages.jitter, stages.teacher_ranks) for _ in range(steps)],
-        "student": [
-            stages.between + stages.student * slowest(draw, stages.jitter, stages.student_ranks) for _ in range(steps)
-        ],
-    }
+    teacher = [stages.teacher * slowest(draw, stages.jitter, stages.teacher_ranks) for _ in range(steps)]
+    student = [stages.student * slowest(draw, stages.jitter, stages.student_ranks) for _ in range(steps)]
+    work = {"teacher": teacher, "student": [stages.between + seconds for seconds in student]}
     ring = stages.depth + 1 if stages.ring is None else stages.ring
     done = dict.fromkeys(work, 0)
     running: dict[str, float] = {}

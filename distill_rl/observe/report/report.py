@@ -176,14 +176,9 @@ def samples(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
                 continue
             entry: dict[str, Any] = {name: _text(row.get(name, "")) for name in ("suite", "id", "reference")}
             entry |= {"prompt": _messages(row.get("prompt")), "answers": []}
-            answer = {
-                "run": index,
-                "who": f"teacher {_text(row.get('teacher', ''))}".strip() if is_teacher else "student",
-                "step": row["step"],
-                "text": _text(row["completion"]),
-                "verdict": _verdict(row),
-                "right": row.get("correct") is True,
-            }
+            who = f"teacher {_text(row.get('teacher', ''))}".strip() if is_teacher else "student"
+            answer = {"run": index, "who": who, "step": row["step"], "text": _text(row["completion"])}
+            answer |= {"verdict": _verdict(row), "right": row.get("correct") is True}
             items.setdefault((entry["suite"], entry["id"]), entry)["answers"].append(answer)
     return list(items.values())
 
@@ -634,14 +629,8 @@ LINEAR = {
     *WORKERS.values(),
 }
 EXACT = (
-    "validation/",
-    "eval/",
-    "faults/",
-    "memory/",
-    "train/lr",
-    "train/kd_scale",
-    "train/skipped",
-    "train/unlabelled",
+    *("validation/", "eval/", "faults/", "memory/"),
+    *("train/lr", "train/kd_scale", "train/skipped", "train/unlabelled"),
 )
 """Beginnings of the names of metrics that are never smoothed."""
 MAX_METRICS = 3
@@ -851,13 +840,8 @@ def template_environment(**options: Any) -> Environment:
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
-        loader=PackageLoader("distill_rl.observe.report", "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
+    loader = PackageLoader("distill_rl.observe.report", "templates")
+    return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
 
 
 def write_page(path: Path, template: str, *, data: Any = None, **values: Any) -> None:
@@ -968,16 +952,10 @@ def dots_svg(title: str, rows: Sequence[Dots], unit: str) -> str:
     values = [value for row in rows for value in (*row.values, row.mean)]
     ticks = ticks_between(min(values), max(values))
     x = partial(_place, low=ticks[0], high=ticks[-1], start=_LABELS, end=WIDTH - 20)
-    drawn = [
-        {
-            "name": row.name,
-            "y": _TOP + _ROW * i + _ROW / 2,
-            "values": [x(value) for value in row.values],
-            "mean": x(row.mean),
-            "marked": row.marked,
-        }
-        for i, row in enumerate(rows)
-    ]
+    drawn = []
+    for i, row in enumerate(rows):
+        y, places = _TOP + _ROW * i + _ROW / 2, [x(value) for value in row.values]
+        drawn.append({"name": row.name, "y": y, "values": places, "mean": x(row.mean), "marked": row.marked})
     height = _TOP + _ROW * len(rows) + _BOTTOM
     axis = [{"x": x(tick), "text": number(tick)} for tick in ticks]
     frame = {"top": _TOP, "bottom": height - _BOTTOM, "left": _LABELS, "width": WIDTH, "height": height}
