@@ -95,9 +95,8 @@ def _starts_ray(options: argparse.Namespace) -> bool:
     """Whether a command has its models in Ray's processes, which it starts unless its configuration joins a cluster."""
     if options.command == "evaluate.command":
         return bool(options.shards) and options.address is None and not options.dry_run
-    return options.command == "demo.trial" or (
-        options.command in ("train.train", "train.capture") and not options.dry_run
-    )
+    is_run = options.command in ("train.train", "train.capture") and not options.dry_run
+    return is_run or options.command == "demo.trial"
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

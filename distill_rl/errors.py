@@ -13,7 +13,7 @@
     └── GpuMemoryError           exit code 1   a GPU has too little memory left
 
 A message is one line: what, the rule, the value received, the remedy. Every error survives pickling, because most
-errors are raised in another process.
+errors are raised in another process: a class takes the four arguments of `DistillError`, and others have defaults.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ class DistillError(Exception):
             text += f"; {self.remedy}"
         return " ".join(text.split())
 
-    def __reduce__(self):
-        return _rebuild, (type(self), self.args, self.__dict__)
-
     @property
     def problems(self) -> tuple[str, ...]:
         """One line per problem; more than one for an error made by `many`."""
@@ -71,13 +68,11 @@ class DistillError(Exception):
         error._problems = lines
         return error
 
-
-def _rebuild(cls: type[DistillError], args: tuple, state: dict) -> DistillError:
-    """Restores a pickled error from what `__reduce__` returned, without calling the constructor of its class."""
-    error = cls.__new__(cls, *args)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
-    return error
+    @classmethod
+    def raise_all(cls, problems: Iterable[str]) -> None:
+        """Raises one error of this class that carries all problems; does nothing if there are none."""
+        if lines := tuple(problems):
+            raise cls.many(lines)
 
 
 class ConfigError(DistillError):

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from distill_rl.errors import ConfigError, DataError, problem
 from distill_rl.observe.log import open_console, printable
 from distill_rl.system.files import write_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from distill_rl.align import CoverageReport
     from distill_rl.align.chats import Chat
     from distill_rl.align.verify import Endings, PropertyCheck
@@ -87,8 +89,6 @@ def align(
         ConfigError: a limit below 1, a tokenizer that is missing or slow, nothing in common, or no text with a chunk.
         DataError: data that are missing or cannot be read.
     """
-    from rich.markup import escape
-
     from distill_rl.align import audit
     from distill_rl.align.verify import endings
     from distill_rl.config.schema import DataConfig
@@ -114,8 +114,7 @@ def align(
     if json_file is not None:
         figures = {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends)}
         write_json(json_file, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return int(any(check.passed is False for check in checks))
 
 
@@ -206,21 +205,13 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
         student, teacher: names to show, as the user gave them.
         ends: stop tokens of both sides, and how many rows end in one on both.
     """
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     console.print(f"\nstudent    {escape(printable(student))}\nteacher    {escape(printable(teacher))}")
-    table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table = Table(Column(no_wrap=True), Column(), box=box.SIMPLE_HEAD, show_header=False)
     for name, value in _lines(report, ends):
         table.add_row(name, escape(value))
     console.print(table)
-    classes = Table(box=box.SIMPLE_HEAD)
-    classes.add_column("chunks of", no_wrap=True)
-    for heading in ("chunks", "1:1", "student tokens", "teacher tokens"):
-        classes.add_column(heading, justify="right")
+    numbers = (Column(name, justify="right") for name in ("chunks", "1:1", "student tokens", "teacher tokens"))
+    classes = Table(Column("chunks of", no_wrap=True), *numbers, box=box.SIMPLE_HEAD)
     for name, counts in report.classes.items():
         tokens = f"{counts.student_tokens:.2f}", f"{counts.teacher_tokens:.2f}"
         classes.add_row(name, f"{counts.chunks:,}", f"{counts.one_to_one_share:.1%}", *tokens)
@@ -230,14 +221,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
 
 def print_checks(console: Console, checks: Sequence[PropertyCheck]) -> None:
     """Prints a table with the outcome of every check (pass, FAIL, or nothing checked), and how many passed."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    table.add_column("what must hold")
-    table.add_column("found")
+    table = Table(Column(no_wrap=True), "what must hold", "found", box=box.SIMPLE_HEAD)
     for check in checks:
         outcome, style = _OUTCOMES[check.passed]
         table.add_row(outcome, escape(check.name), escape(check.detail), style=style)

@@ -37,15 +37,12 @@ def check(path: str, overrides: Sequence[str]) -> int:
         print(to_yaml(config), end="")
         if not checked.opened.rules:  # sizes of invalid settings are meaningless
             print("\n".join(f"# {line}" for line in summary(config, checked.facts)))
-    for line in reading:
-        print(f"# data       {printable(line)}")
-    for note in checked.notes:
-        print(f"# note       {printable(note)}")
-    for name in checked.unreachable:
-        print(f"# not checked: {printable(name)}")
+    found = (("data       ", reading), ("note       ", checked.notes), ("not checked: ", checked.unreachable))
+    for begin, lines in found:
+        for line in lines:
+            print(f"# {begin}{printable(line)}")
     sys.stdout.flush()
-    if checked.problems:
-        raise ConfigError.many(checked.problems)
+    ConfigError.raise_all(checked.problems)
     return 0
 
 

@@ -72,12 +72,8 @@ def write_batch_script(
         lines = ["\t".join([name, *each]) for name, each in points]
         write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
     common = _where_it_runs(config) | {"RUN_DIR": str(run), "ARRAY": str(run / ARRAY) if points else ""}
-    values = {
-        "CONFIG": str(settings),
-        "STORE": "" if store is None else str(store),
-        "REQUEUE": config.slurm.requeue,
-        "RAY_DASHBOARD": "true" if config.ray.dashboard else "",
-    }
+    stored, dashboard = "" if store is None else str(store), "true" if config.ray.dashboard else ""
+    values = {"CONFIG": str(settings), "STORE": stored, "REQUEUE": config.slurm.requeue, "RAY_DASHBOARD": dashboard}
     options = sbatch_options(config, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), tasks=len(points))
     write_atomic(script, fill((LAUNCH / "slurm.sbatch").read_text("utf-8"), options, config.slurm, common | values))
     say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
@@ -139,8 +135,7 @@ def _checked(
     if len(layouts) > 1:
         rule = "all runs must need as many nodes and GPUs"
         problems.append(problem("--array", rule, remedy="write a script for each"))
-    if problems:
-        raise ConfigError.many(list(dict.fromkeys(problems)))
+    ConfigError.raise_all(dict.fromkeys(problems))
     return configs, layouts.pop()
 
 
@@ -174,8 +169,7 @@ def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Seque
     setup_console()
     needed = {"student.model": "-", "data.path": "-"}  # of a run; an evaluation has neither
     config, findings = read_config(needed, [f"slurm.{setting}" for setting in settings])
-    if problems := [*findings.lines, *(slurm_problems(config.slurm) if config else ())]:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all([*findings.lines, *(slurm_problems(config.slurm) if config else ())])
     assert config is not None
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -223,11 +217,8 @@ def _sbatch(config: Config, script: Path, *options: str) -> str:
 
 
 def _where_it_runs(config: Config) -> dict[str, str]:
-    return {
-        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
-        "VENV": "" if config.slurm.container else sys.prefix,
-        "CONTAINER": config.slurm.container or "",
-    }
+    root, container = str(clone() or PACKAGE), config.slurm.container
+    return {"DISTILL_RL_ROOT": root, "VENV": "" if container else sys.prefix, "CONTAINER": container or ""}
 
 
 def _gpus_of_a_node(config: Config, given: int | None) -> int:

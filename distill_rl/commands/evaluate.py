@@ -138,8 +138,7 @@ def _prepare(
     loaded = _attempt(lambda: load_questions(suites, data, options), problems) or []
     problems += without_effect(loaded, options)[0]
     _attempt(lambda: check_models(opened, loaded, options), problems)
-    if problems:
-        raise ConfigError.many(dict.fromkeys(map(_as_option, problems)))
+    ConfigError.raise_all(dict.fromkeys(map(_as_option, problems)))
     return opened, loaded
 
 
@@ -192,8 +191,7 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
             clash = f"{folders[name]} and {path} are both called {name}"
             problems.append(problem("--model", "must have different names", clash, "give NAME=DIR"))
         folders[name] = path
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     single = len(folders) == 1
     return [Model(name, path, out and (out if single else out / name)) for name, path in folders.items()]
 
@@ -221,8 +219,7 @@ def require_valid(options: Options, executor: ExecutorOptions) -> None:
     if executor.address is not None and executor.shards == 0:
         remedy = "leave it out, or set --shards to 1 or more"
         problems.append(problem("--ray-address", "has no effect with --shards 0", executor.address, remedy))
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
@@ -248,7 +245,7 @@ def print_table(results: Results) -> None:
     """
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from distill_rl.evals.results import num_ungraded
 
@@ -266,11 +263,9 @@ def print_table(results: Results) -> None:
         "too long": [part["outcomes"]["too_long"] for *_, part in rows],
     }
     occurred = {heading: counts for heading, counts in failures.items() if any(counts)}
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("model", "suite", "task"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 % interval", "items", *occurred):
-        table.add_column(heading, justify="right", no_wrap=True)
+    texts = (Column(heading, overflow="fold") for heading in ("model", "suite", "task"))
+    headings = ("score", "95 % interval", "items", *occurred)
+    table = Table(*texts, *(Column(each, justify="right", no_wrap=True) for each in headings), box=box.SIMPLE_HEAD)
     for i, (*names, part) in enumerate(rows):
         low, high = part["interval"]
         figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]
@@ -286,7 +281,6 @@ def warn_about_too_long_items(results: Results) -> None:
     """
     for model, suites in results.items():
         for suite, result in suites.items():
-            count = result["outcomes"]["too_long"]
-            if count:
+            if count := result["outcomes"]["too_long"]:
                 what = f"{count} of {result['num_items']} items of {suite} do not fit into the positions of {model}"
                 say(f"warning: {what} and count as wrong; fewer worked examples (--num-fewshot) may help")

@@ -37,13 +37,10 @@ class _Export:
         from distill_rl.models.files import licence
         from distill_rl.run.card import card_of, measured_at
 
+        given = None if self.licence is None else licence(self.licence)
+        scores = measured_at(self.paths, step)
         return card_of(
-            self.config,
-            step=step,
-            data_fingerprint=data_fingerprint,
-            scores=measured_at(self.paths, step),
-            dtype=self.dtype,
-            licence=None if self.licence is None else licence(self.licence),
+            self.config, step=step, data_fingerprint=data_fingerprint, scores=scores, dtype=self.dtype, licence=given
         )
 
 
@@ -189,10 +186,9 @@ def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
             rule = f"must be latest, best, or one of the run's checkpoints ({', '.join(map(str, steps))})"
             raise CheckpointError("--checkpoint", rule, checkpoint)
         return checkpoints.read(path)
-    newest = _store(wanted).newest()
-    if newest is None:
-        raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
-    return newest
+    if newest := _store(wanted).newest():
+        return newest
+    raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
 
 
 def _store(wanted: _Export) -> checkpoints.CheckpointStore:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import clock_time, printable, setup_console
-from distill_rl.observe.sinks import SECONDS, STEPS, ProgressSink
+from distill_rl.observe.metrics import SECONDS, STEPS
+from distill_rl.observe.sinks import ProgressSink
 
 _POLL_S = 1.0
 _SILENT_S = 30.0
@@ -32,9 +33,9 @@ def follow(runs: Sequence[Path], *, once: bool) -> int:
         ConfigError: one is no run directory.
     """
     setup_console()
-    if wrong := [run for run in runs if not (run / "logs" / "latest").exists()]:
-        rule, remedy = "must be a run directory, in which a run has begun", "give RUN.DIR/RUN.NAME"
-        raise ConfigError.many([problem(f"{run}", rule, remedy=remedy) for run in wrong])
+    wrong = [run for run in runs if not (run / "logs" / "latest").exists()]
+    rule, remedy = "must be a run directory, in which a run has begun", "give RUN.DIR/RUN.NAME"
+    ConfigError.raise_all(problem(f"{run}", rule, remedy=remedy) for run in wrong)
     if len(runs) > 1:
         width = max(len(run.name) for run in runs)
         for run in runs:

@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from distill_rl.align import Tokenized
 from distill_rl.align.chats import SWITCHES
@@ -21,7 +24,7 @@ from distill_rl.config import rules
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import STUDENT, AlignedDocument, DocumentAligner, PieceLimits
+from distill_rl.data.batch.document_aligner import STUDENT, AlignedDocument, DocumentAligner, DocumentPiece, Extent
 from distill_rl.data.reading.source import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
@@ -29,9 +32,6 @@ from distill_rl.observe.log import open_console, printable, status
 from distill_rl.run.opened import OpenedRun, open_rows
 from distill_rl.types import IGNORE_INDEX, Cursor, RankBatch, Row, row_of
 from distill_rl.workers.pipeline.batches import make_builder
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ROWS = 5
 """Rows that are shown unless the user says how many."""
@@ -47,13 +47,7 @@ _LEARNT, _ALONE, _READ = ("bold green", "bold cyan"), ("bold yellow", "bold mage
 
 
 def inspect(
-    path: str,
-    overrides: Sequence[str],
-    *,
-    rows: int | None,
-    chosen: Sequence[int] | None,
-    tokens: bool,
-    as_json: bool,
+    path: str, overrides: Sequence[str], *, rows: int | None, chosen: Sequence[int] | None, tokens: bool, as_json: bool
 ) -> int:
     """Prints rows of a run as they will be trained on. Loads tokenizers, no models; returns 0.
 
@@ -69,7 +63,7 @@ def inspect(
     with status(f"reading   {path}"):
         config = _read(path, overrides, rows, chosen)
         viewer = _Viewer(open_rows(config), packed=chosen is None)
-        found = viewer.first(rows or ROWS) if chosen is None else viewer.chosen(chosen)
+        found = islice(viewer.first(), rows or ROWS) if chosen is None else viewer.chosen(chosen)
     console = open_console(110)
     if not as_json:
         console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
@@ -86,8 +80,7 @@ def inspect(
         problems, notes = problems + notes, []
     for note in notes:
         print(f"note       {printable(note)}", file=sys.stderr)
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return 0
 
 
@@ -127,30 +120,13 @@ class _Tokens:
         self.spans = np.where(spans[:, :1] < spans[:, 1:], spans, ends[:, None])
         """int64 [n, 2]; an empty span stands behind the token before it"""
 
-    def places(self, pieces: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-        """For the tokens that rows hold of the document, piece by piece: how many of its tokens come before them, and
-        how many special tokens the piece begins with instead of them."""
-        found: list[tuple[int, int]] = []
-        after, lengths = 0, (0, len(PieceLimits.of(self.tokenizer, sys.maxsize).prefix))
-        for held in pieces:
-            first, prefix = next(
-                (first, prefix)
-                for first in range(after, len(self.ids) + 1)
-                for prefix in lengths
-                if np.array_equal(self.ids[first : first + len(held) - prefix], held[prefix:])
-            )
-            found.append((first, prefix))
-            after = first + len(held) - prefix
-        return found
-
-    def part(self, held: np.ndarray, place: tuple[int, int], shift: int) -> tuple[str, list[dict[str, Any]]]:
+    def part(self, held: np.ndarray, extent: Extent, shift: int) -> tuple[str, list[dict[str, Any]]]:
         """The text of the tokens that a row holds, and each of them, with offsets in a text that continues with this one.
 
         Args:
-            place: as from `places`.
             shift: characters before this text.
         """
-        first, prefix = place
+        first, prefix, _ = extent
         stop = first + len(held) - prefix
         spans = self.spans[first:stop]
         begin = 0 if first == 0 else int(spans[:, 0].min(initial=len(self.text)))
@@ -208,6 +184,7 @@ class _Document:
     """A document of a batch, and which of its tokens rows hold.
 
     Args:
+        pieces: what rows hold of it.
         sides: all tokens of STUDENT, and of teachers by index.
         taken_out: bool [tokens]: which of the student's a key of their message takes out of what is learnt.
         first: index of its first piece in the batch.
@@ -216,29 +193,27 @@ class _Document:
     def __init__(
         self,
         document: Mapping[str, Any],
-        aligned: AlignedDocument,
+        pieces: Sequence[DocumentPiece],
         sides: dict[int, _Tokens],
         taken_out: np.ndarray,
         first: int,
     ):
         self.row, self.weights, self.sides, self.taken_out = row_of(document), weights_of(document), sides, taken_out
-        self.left_out = list(aligned.pieces[0].encoded.left_out)
+        self.left_out = list(pieces[0].encoded.left_out)
         """What chat templates leave out."""
-        self.held: dict[int, dict[int, tuple[np.ndarray, tuple[int, int]]]] = {}
-        """For each side, by index of the piece: its tokens, and their place."""
-        for i, side in sides.items():
-            ids = [
-                piece.encoded.input_ids if i == STUDENT else piece.alignments[i].teacher_ids for piece in aligned.pieces
-            ]
-            self.held[i] = dict(enumerate(zip(ids, side.places(ids)), first))
+        self.held: dict[int, dict[int, tuple[np.ndarray, Extent]]] = {}
+        """For each side, by index of the piece: its tokens, and which of the document's they are."""
+        for i in sides:
+            ids = [piece.encoded.input_ids if i == STUDENT else piece.alignments[i].teacher_ids for piece in pieces]
+            self.held[i] = dict(enumerate(zip(ids, (piece.extents[i] for piece in pieces)), first))
 
     def add(self, i: int, piece: int, side: _RowSide) -> int:
         """Adds what a row holds to a side of it; returns the number of the document's tokens before that."""
-        ids, place = self.held[i][piece]
-        text, tokens = self.sides[i].part(ids, place, len(side.text))
+        ids, extent = self.held[i][piece]
+        text, tokens = self.sides[i].part(ids, extent, len(side.text))
         side.text += text
         side.tokens += tokens
-        return place[0]
+        return extent.first
 
 
 class _Viewer:
@@ -256,6 +231,9 @@ class _Viewer:
         """Documents at which the run would end, one line each."""
         # A template that leaves something out is shown, even where the run refuses it.
         self._builder = self._open("warn")
+        teachers, plan = self._builder.teachers, run.plan
+        lengths = {i: plan.length_of(i) for i in teachers}
+        self._aligner = DocumentAligner(self._builder.tokenization, teachers, lengths, split=plan.split)
         self._strict = cache(lambda: self._open("fail"))
         self._encoder = cache(TextEncoder)
         self._names = [teacher.name for teacher in run.config.running_teachers]
@@ -277,7 +255,7 @@ class _Viewer:
     def _tokens(self, document: Mapping[str, Any]) -> dict[int, _Tokens]:
         """All tokens of a document: STUDENT's, and those of teachers with their own tokenizer that are asked for it, by index."""
         tokenization, teachers = self._builder.tokenization, self._builder.teachers
-        made = DocumentAligner(tokenization, teachers, dict.fromkeys(teachers, 1)).tokenize(document)
+        made = self._aligner.tokenize(document)
         if made.student is None:
             if "messages" in document:
                 text = tokenization.render(document)[0]
@@ -305,16 +283,14 @@ class _Viewer:
         kept = [{k: v for k, v in message.items() if k not in SWITCHES} for message in document["messages"]]
         return encode({**document, "messages": kept}).label_mask & ~learnt
 
-    def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yields the first rows of the run, up to a batch at which it would end."""
-        shown = 0
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of the run, up to a batch at which it would end."""
+        shown = False
         for batch in self.run.loader():
             self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
             for row in self._rows(batch.documents):
                 yield {"step": batch.index + 1, **row}
-                shown += 1
-                if shown == count:
-                    return
+                shown = True
             if self.problems or (batch.cursor.epoch and not shown):
                 return
 
@@ -338,8 +314,7 @@ class _Viewer:
             elif place == len(train) or train.row_number(place) != number:
                 rule = "must be a row that is trained on"
                 problems.append(problem("--row", rule, f"{number}, which data.validation.fraction holds out"))
-        if problems:
-            raise ConfigError.many(problems)
+        ConfigError.raise_all(problems)
         return chain.from_iterable(self._rows([train[place]]) for place in places)
 
     def _rows(self, documents: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -359,9 +334,9 @@ class _Viewer:
 
         @cache
         def described(i: int) -> _Document:
-            document, aligned = kept[i]
-            sides, taken_out = self._tokens(document), self._taken_out(document)
-            return _Document(document, aligned, sides, taken_out, first=owners.index(i))
+            document, _ = kept[i]
+            held, _ = self._aligner.pieces_of(document)
+            return _Document(document, held, self._tokens(document), self._taken_out(document), first=owners.index(i))
 
         for row in order:
             held = [(described(owners[j]), j) for j in members[row] if len(pieces[j][1].encoded.input_ids)]
@@ -435,20 +410,15 @@ class _Viewer:
         }
 
     def _explain(
-        self,
-        tokens: Sequence[dict[str, Any]],
-        document: Mapping[str, Any],
-        chunks: Mapping[str, Any],
-        taken_out: np.ndarray,
+        self, tokens: list[dict[str, Any]], document: dict[str, Any], chunks: Mapping[str, Any], taken_out: np.ndarray
     ) -> None:
         """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why."""
         # `chunks` are by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
         data, roles = self.run.config.data, self._builder.tokenization.roles
         setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
         outside = "not the assistant's" if roles == ("assistant",) else f"not of {' or '.join(roles)}"
-        left_to = (
-            "only cross-entropy trains it" if self.run.config.loss.ce_weight else "nothing trains it (loss.ce_weight=0)"
-        )
+        has_ce = self.run.config.loss.ce_weight > 0
+        left_to = "only cross-entropy trains it" if has_ce else "nothing trains it (loss.ce_weight=0)"
         first, of_piece = document["start_token"], document["tokens_before"] > 0
         for j in range(first, document["end_token"]):
             token = tokens[j]
@@ -496,9 +466,6 @@ def _chunks(student: _ChunkSide, teacher: _ChunkSide) -> list[list[Any]]:
 
 
 def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     tokens, labelled = row["tokens"], [token for token in row["tokens"] if token["label"]]
     share = len(labelled) / max(len(tokens), 1)
 
@@ -552,8 +519,6 @@ def _has_colours(console: Console) -> bool:
 
 def _print_tokens(console: Console, row: Mapping[str, Any], document: Mapping[str, Any], *, by_token: bool) -> None:
     """Prints the text of a document in a row, or its tokens line by line."""
-    from rich.text import Text
-
     marked = not _has_colours(console)
     first, stop = document["start_token"], document["end_token"]
     tokens = row["tokens"][first:stop]

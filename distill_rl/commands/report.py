@@ -63,8 +63,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
         from distill_rl.observe.report.report import write_comparison
 
         evaluation = compare.compare(compare.find(paths), baseline)
-        if evaluation.problems:
-            raise DataError.many(evaluation.problems)
+        DataError.raise_all(evaluation.problems)
         print_scores(evaluation)
         target = out or paths[0] / COMPARISON
         write = partial(write_comparison, evaluation, target)
@@ -88,7 +87,7 @@ def _runs_of(path: Path) -> list[Path]:
 def _print_runs(paths: Sequence[Path]) -> None:
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from distill_rl.observe.report.report import figures, read_run
 
@@ -97,14 +96,10 @@ def _print_runs(paths: Sequence[Path]) -> None:
         run = read_run(path)
         scores = {name for record in run.records for name in record if name.startswith("eval/")}
         rows[path.name] = figures(run) | {name: f"{run.last(name):.4f}" for name in sorted(scores)}
-    columns = [
-        name
-        for name in dict.fromkeys(name for row in rows.values() for name in row)
-        if name in _COLUMNS or name.startswith("eval/")
-    ]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("run", *columns):
-        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = [name for name in names if name in _COLUMNS or name.startswith("eval/")]
+    numbers = (Column(name, justify="right", overflow="fold") for name in columns)
+    table = Table(Column("run", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, row in rows.items():
         table.add_row(escape(name), *(row.get(column, "") for column in columns))
     open_console(WIDE).print(table)
@@ -132,15 +127,12 @@ def print_scores(evaluation: Evaluation) -> None:
 def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model", overflow="fold")
-    headings = ["score", "95 % interval"]
-    if evaluation.baseline is not None:
-        headings += [f"to {escape(evaluation.baseline)}", "95 % interval"]
-    for heading in [*headings, "items"]:
-        table.add_column(heading, justify="right", overflow="fold")
+    compared = [] if evaluation.baseline is None else [f"to {escape(evaluation.baseline)}", "95 % interval"]
+    headings = ("score", "95 % interval", *compared, "items")
+    numbers = (Column(name, justify="right", overflow="fold") for name in headings)
+    table = Table(Column("model", overflow="fold"), *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     if with_failures:
         table.add_column("not right", overflow="fold")
     for row in rows:

@@ -54,21 +54,14 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
     file = submission_file(config, submission_id)
     save_config(config, file)
     interpreter = python or sys.executable
-    metadata = {
-        runs.NAME: name,
-        runs.RUN: str(paths_of(config).root),
-        runs.ATTEMPT: str(attempt),
-        runs.PYTHON: interpreter,
-    }
+    metadata = {runs.NAME: name, runs.ATTEMPT: str(attempt), runs.PYTHON: interpreter}
+    metadata[runs.RUN] = str(paths_of(config).root)
     if checked.facts.total_steps is not None:
         metadata[runs.STEPS] = str(checked.facts.total_steps)
+    command = entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)])
     try:
-        service.submit(
-            entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)]),
-            submission_id,
-            runtime_env={"env_vars": _environment(config)},
-            metadata=metadata,
-        )
+        variables = {"env_vars": _environment(config)}
+        service.submit(command, submission_id, runtime_env=variables, metadata=metadata)
     except DistillError:
         _withdraw(service, file)
         raise
@@ -186,11 +179,8 @@ def _environment(config: Config) -> dict[str, str]:
 def _kill(service: Service, run: JobRun) -> None:
     """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this."""
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
-    service.submit(
-        entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id]),
-        f"{run.submission_id}.end-{token_hex(3)}",
-        **where,
-    )
+    command = entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id])
+    service.submit(command, f"{run.submission_id}.end-{token_hex(3)}", **where)
 
 
 def _wait(service: Service, run: JobRun, deadline_s: float) -> bool:

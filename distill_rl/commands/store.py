@@ -29,8 +29,7 @@ def verify(store: Path) -> int:
     """
     with status(f"reading   {store}"):
         summary, problems = maintain.verify(store)
-    if problems:
-        raise StoreError.many(problems)
+    StoreError.raise_all(problems)
     print(printable(summary))
     return 0
 

@@ -59,14 +59,14 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
         summary: as `run.summarise` returns it.
     """
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
     tasks = list(next(iter(scores.values()))["per_task"])
     title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in ("exact match", "95 % interval", *tasks):
-        table.add_column(heading, justify="right", no_wrap=heading == "95 % interval")
+    interval = Column("95 % interval", justify="right", no_wrap=True)
+    columns = (Column("model", no_wrap=True), Column("exact match", justify="right"), interval)
+    of_tasks = (Column(task, justify="right") for task in tasks)
+    table = Table(*columns, *of_tasks, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for name, result in scores.items():
         low, high = result["interval"]
         by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)
@@ -133,8 +133,7 @@ def quickstart(
     paths, control, half = (RunPaths(runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
     _require_usable(overrides, config, () if clean else (paths, control, half))
     settled = load_config(config, overrides)
-    if broken := problems(settled):
-        raise ConfigError.many(broken)
+    ConfigError.raise_all(problems(settled))
     say(f"material  seed {seed} in {material}")
     made = make_material(material, seed, RECIPES[run])
     settings = [
@@ -164,15 +163,11 @@ def quickstart(
     if settled.train.minutes is not None:
         of_half += (f"train.minutes={settled.train.minutes / 2}",)
     common = ("train", "-c", str(config), *(["--clean"] if clean else []), *settings)
-    trainings = [
-        ChildRun(
-            (*common, f"run.name={trained.root.name}", *run_settings),
-            trained.root.name,
-            f"`distill-rl train` of {trained.root.name}",
-            trained.root / "logs" / "latest" / "driver.log",
-        )
-        for trained, run_settings in ((paths, of_taught), (control, CONTROL_OVERRIDES), (half, of_half))
-    ]
+    trainings = []
+    for trained, run_settings in ((paths, of_taught), (control, CONTROL_OVERRIDES), (half, of_half)):
+        name, log = trained.root.name, trained.root / "logs" / "latest" / "driver.log"
+        command = (*common, f"run.name={name}", *run_settings)
+        trainings.append(ChildRun(command, name, f"`distill-rl train` of {name}", log))
     if code := run_all(trainings, ENVIRONMENT, at_once=runs_at_once()):
         return code
     say("evaluate  teacher, student before and after, control, student of half the rows")
@@ -284,10 +279,8 @@ def _require_usable(overrides: Sequence[str], config: Path, runs: Sequence[RunPa
         for text in overrides
         if (key := text.partition("=")[0].strip()) in RESERVED
     ]
-    for paths in runs:
-        if in_use(paths.root):
-            refused.append(problem(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
+    rule, remedy = "the run directory is in use", "start over with --clean"
+    refused += [problem(str(paths.root), rule, remedy=remedy) for paths in runs if in_use(paths.root)]
     if not config.is_file():
         refused.append(problem(str(config), "must be a file", remedy="give its path"))
-    if refused:
-        raise ConfigError.many(refused)
+    ConfigError.raise_all(refused)

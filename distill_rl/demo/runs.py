@@ -17,7 +17,8 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from distill_rl.observe.log import printable, say
-from distill_rl.observe.sinks import SECONDS, TOKENS, read_records
+from distill_rl.observe.metrics import SECONDS, TOKENS
+from distill_rl.observe.sinks import read_records
 from distill_rl.system.processes import OwnCommands, exit_code
 
 SHOWN_LINES = 20

@@ -122,8 +122,7 @@ def begin(paths: TrialPaths, *, clean: bool) -> None:
     Raises:
         ConfigError: something has come into it that may not be deleted.
     """
-    if problems := [*out_problems(paths.root, clean=clean)]:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(out_problems(paths.root, clean=clean))
     for entry in _entries(paths.root):
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -461,13 +460,9 @@ def examine(request: TrialRequest) -> TrialPair:
     """
     problems = [*_request_problems(request)]
     positions = _positions(request.student, request.teacher)
-    first: Settings = {
-        "data.max_length": min(positions or SHORTEST_ROW, SHORTEST_ROW),
-        "loss.top_k": 1,
-        "train.global_batch_size": 1,
-        "train.micro_batch_size": 1,
-    }
     batch = ("train.global_batch_size", "train.micro_batch_size")
+    first: Settings = {"data.max_length": min(positions or SHORTEST_ROW, SHORTEST_ROW), "loss.top_k": 1}
+    first |= dict.fromkeys(batch, 1)
     others = [override for override in request.overrides if not override.startswith(batch)]
     checked = _gather(replace(request, overrides=others), first, problems)
     documents = checked.facts.num_documents
@@ -475,13 +470,10 @@ def examine(request: TrialRequest) -> TrialPair:
         rule = f"must have at least {FEWEST_DOCUMENTS} documents, of which some are held out"
         remedy = "give more text; of a .txt file every line is a document"
         problems.append(problem("TEXT", rule, f"{documents} in {request.text}", remedy))
-    if problems:  # before weights are fetched
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)  # before weights are fetched
     assert checked.config is not None
-    student, teacher = (
-        resolve(model.model or "", model.revision, weights=True)
-        for model in (checked.config.student, checked.config.teachers[0])
-    )
+    both = checked.config.student, checked.config.teachers[0]
+    student, teacher = (resolve(model.model or "", model.revision, weights=True) for model in both)
     models = tuple(read_model_facts(folder, read_model_config(folder)) for folder in (student, teacher))
     known = _known(request, checked.facts, models, positions)
     if known.student_parameters > LARGER * known.teacher_parameters:
@@ -618,8 +610,7 @@ def _chosen(request: TrialRequest, known: Known, fit: Settings) -> Settings:
     chosen = choose(known, fit)
     config, _ = read_config(settings_of(request, chosen), request.overrides)
     if config is not None:
-        adapters = config.student.has_adapters
-        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=adapters)
+        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=config.student.has_adapters)
     return chosen
 
 
@@ -627,10 +618,8 @@ def _positions(*models: str) -> int | None:
     """The shortest of the models' longest inputs; None if none is known. What cannot be read is reported later."""
     lengths = []
     for model in models:
-        try:
+        with suppress(ConfigError):
             lengths.append(getattr(read_model_config(model), "max_position_embeddings", None))
-        except ConfigError:
-            continue
     return min((length for length in lengths if length), default=None)
 
 

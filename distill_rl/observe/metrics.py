@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-Reduction = Literal["sum", "mean", "max", "min", "last", "per_step"]
+Reduction = Literal["sum", "mean", "max", "last", "per_step"]
 
 
 class Metric(NamedTuple):  # a dataclass takes longer to read from a pickle, and the driver reads a thousand per step
@@ -169,11 +169,15 @@ def is_sum(name: str) -> bool:
 def _pattern(name: str) -> re.Pattern[str]:
     # A method of alignment may have a slash of its own (`dp/numba`).
     parts = {"METHOD": "[a-z_]+(/(numba|numpy|cuda))?"}
-    return re.compile(
-        "/".join(parts.get(part, "[^/]+") if part.isupper() else re.escape(part) for part in name.split("/"))
-    )
+    found = (parts.get(part, "[^/]+") if part.isupper() else re.escape(part) for part in name.split("/"))
+    return re.compile("/".join(found))
 
 
+TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"
+IDEAL, MFU = "train/ideal_seconds", "train/mfu"
+RATE, ALL_RATE = "train/tokens_per_second", "align/tokens_per_second"
+PER_SECOND = {RATE: TOKENS, ALL_RATE: ALL_TOKENS, MFU: IDEAL, "transport/teacher_wait": "timing/wait_teachers"}
+"""Derived metric → the metric that is divided by the seconds of the step."""
 FAULTS = {
     "faults/student_restarts": "student restarted",
     "faults/teacher_restarts": "teachers restarted",
@@ -217,8 +221,6 @@ def _join(name: str, a: Metric, b: Metric) -> Metric:
             value = (a.value * a.weight + b.value * b.weight) / weight if weight else 0.0
         case "max" | "per_step":
             value = max(a.value, b.value)
-        case "min":
-            value = min(a.value, b.value)
         case "last":
             value = b.value
     return Metric(value, a.reduction, weight)

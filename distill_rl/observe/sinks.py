@@ -14,7 +14,18 @@ from typing import Any, Protocol
 
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import ProgressBar
-from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
+from distill_rl.observe.metrics import (
+    ALL_TOKENS,
+    FAULTS,
+    PER_SECOND,
+    SECONDS,
+    STEPS,
+    TOKENS,
+    Metric,
+    Metrics,
+    merge,
+    values,
+)
 from distill_rl.observe.timing import TableSink
 from distill_rl.observe.trackers import open_trackers
 from distill_rl.system.files import sync, write_atomic
@@ -23,16 +34,6 @@ from distill_rl.types import RunPaths
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
 MOST_RECORDS = 20_000
 """Most records of steps, unless `observe.every` asks for more: about 30 MB of metrics.jsonl."""
-TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"
-IDEAL, MFU = "train/ideal_seconds", "train/mfu"
-RATE, ALL_RATE = "train/tokens_per_second", "align/tokens_per_second"
-_PER_SECOND = {
-    RATE: TOKENS,
-    ALL_RATE: ALL_TOKENS,
-    MFU: IDEAL,
-    "transport/teacher_wait": "timing/wait_teachers",
-}
-"""Derived metric → the metric that is divided by the seconds of the step."""
 _WORK = ("step", "forward", "align")
 """The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
 
@@ -142,17 +143,14 @@ class Observer:
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
-    """The derived metrics of `_PER_SECOND` and `busy/<worker>` whose sources are present; empty without a step time above 0."""
+    """The derived metrics of `PER_SECOND` and `busy/<worker>` whose sources are present; empty without a step time above 0."""
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
     workers = [name.split("/") for name in metrics if name.startswith("timing/") and name.count("/") == 2]
     busy = {f"busy/{worker}": f"timing/{worker}/{part}" for _, worker, part in workers if part in _WORK}
-    return {
-        name: Metric(metrics[source].value / seconds, "mean", seconds)
-        for name, source in (_PER_SECOND | busy).items()
-        if source in metrics
-    }
+    known = {name: metrics[source].value for name, source in (PER_SECOND | busy).items() if source in metrics}
+    return {name: Metric(value / seconds, "mean", seconds) for name, value in known.items()}
 
 
 class JsonlSink:
@@ -210,8 +208,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _truncate(path: Path, resume_step: int | None) -> None:

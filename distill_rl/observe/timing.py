@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import fmean, median
 
 from distill_rl.observe.log import get
@@ -56,15 +56,11 @@ class StepTimer:
             raise RuntimeError(f"step {step} was started inside another step or part")
         if self._cpu_clock is not None and self._cpu_since is None:
             self._cpu_since = self._cpu_clock()
-        with self._block(self._last_end if follows else None) as measured:
+        with self._block("other", whole="step", start=self._last_end if follows else None):
             yield
         self._last_end = self._clock()
-        total, covered = measured
-        self._add("step", total)
-        self._add("other", total - covered)
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """Times one part while the block runs, without the parts inside it; a part that raises is not counted.
 
         If a part is entered several times before a flush, its times are added.
@@ -72,10 +68,7 @@ class StepTimer:
         Args:
             name: the metric will be `timing/<name>`.
         """
-        with self._block() as measured:
-            yield
-        total, covered = measured
-        self._add(name, total - covered)
+        return self._block(name)
 
     def flush(self) -> dict[str, Metric]:
         """Returns the seconds since the last flush as `timing/<part>` and `timing/step`, and starts anew.
@@ -91,21 +84,24 @@ class StepTimer:
         return metrics
 
     @contextmanager
-    def _block(self, start: float | None = None) -> Iterator[list[float]]:
-        """Measures the block, from `start` on if given; yields a list that afterwards holds its seconds and those of the blocks inside it."""
+    def _block(self, part: str, *, whole: str = "", start: float | None = None) -> Iterator[None]:
+        """Measures the block, from `start` on if given: its seconds are those of `whole`, and `part` has them without the blocks inside it."""
         # The seconds also count as covered for the block around it. A block that raises is closed as well, so that a
         # caller who recovers can go on measuring.
-        measured: list[float] = []
         self._inside.append(0.0)
         start = self._clock() if start is None else start
+        ended = False
         try:
-            yield measured
+            yield
+            ended = True
         finally:
-            total = self._clock() - start
-            covered = self._inside.pop()
+            total, covered = self._clock() - start, self._inside.pop()
             if self._inside:
                 self._inside[-1] += total
-            measured += [total, covered]
+            if ended and whole:
+                self._add(whole, total)
+            if ended:
+                self._add(part, total - covered)
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -124,7 +124,7 @@ class Mlflow:
         """
         # MLflow only maintains its file store and requires this opt-in; its other store needs database packages.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.entities import RunStatus
+        from mlflow.entities import Param, RunStatus
         from mlflow.tracking import MlflowClient
 
         folder = Path(start["folder"])
@@ -136,21 +136,16 @@ class Mlflow:
             experiment = self._client.get_experiment_by_name(name)
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
             self._id = run_id.store(self._client.create_run(experiment_id, run_name=start["name"]).info.run_id)
+            # Nested names are joined by dots, and values cut off after 6000 characters.
+            settings = [Param(name, str(value)[:6000]) for name, value in flat(start["config"])]
             try:
-                self._log_settings(start["config"])
+                for first in range(0, len(settings), 100):
+                    self._client.log_batch(self._id, params=settings[first : first + 100])
             except Exception:  # the settings are not worth losing the metrics for
                 traceback.print_exc()
         else:
             self._id = run_id.stored
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
-
-    def _log_settings(self, config: Mapping[str, Any]) -> None:
-        """Sends the settings as parameters, nested names joined by dots, values cut off after 6000 characters."""
-        from mlflow.entities import Param
-
-        settings = [Param(name, str(value)[:6000]) for name, value in flat(config)]
-        for first in range(0, len(settings), 100):
-            self._client.log_batch(self._id, params=settings[first : first + 100])
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """Sends one record; slashes after the first in a metric's name become dots (`metric_name`).
@@ -287,16 +282,9 @@ def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
         "recorded": paths.metrics.stat().st_size if paths.metrics.exists() else 0,
         "config": redact(asdict(config)),
     }
-    return [
-        TrackerSink(
-            name,
-            [sys.executable, "-m", "distill_rl.observe.trackers", name],
-            start,
-            log_file=paths.logs / f"{name}.log",
-        )
-        for name in TRACKERS
-        if getattr(config.observe, name)
-    ]
+    program = [sys.executable, "-m", "distill_rl.observe.trackers"]
+    enabled = [name for name in TRACKERS if getattr(config.observe, name)]
+    return [TrackerSink(name, [*program, name], start, log_file=paths.logs / f"{name}.log") for name in enabled]
 
 
 class TrackerSink:
@@ -384,13 +372,9 @@ class TrackerSink:
                 self._waiting.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
-        if self.missing:
-            log.warning(
-                "%s did not receive %d of %d records; metrics.jsonl has all of them",
-                self._name,
-                self.missing,
-                self._num_offered,
-            )
+        if missing := self.missing:
+            text = "%s did not receive %d of %d records; metrics.jsonl has all of them"
+            log.warning(text, self._name, missing, self._num_offered)
 
     def _end(self, deadline: float) -> None:
         """Closes the child's stdin, waits for its end, then kills what is left of it and the processes it started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from dataclasses import dataclass
 from math import ceil, exp, expm1, sqrt
@@ -17,22 +18,16 @@ MEMORY = {"h100": 80e9, "h200": 141e9}
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """Rates at which a GPU sends to others, in bytes per second, as collectives reach them."""
-
-    inside: float = 360e9
-    """To GPUs of its node: NVLink's 450 GB/s in one direction, of which NCCL reaches about four fifths."""
-    between: float = 42e9
-    """To other nodes: a port of 400 Gbit/s for every GPU, of which NCCL reaches about five sixths."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
     gpus: int
     card: str = "h100"
     """A name of `CARDS`."""
     per_node: int = 8
-    network: Network = Network()
+    inside: float = 360e9
+    """Bytes per second at which a GPU sends to others of its node, as collectives reach them: NVLink's 450 GB/s in one direction, of
+    which NCCL reaches about four fifths."""
+    between: float = 42e9
+    """The same to other nodes: a port of 400 Gbit/s for every GPU, of which NCCL reaches about five sixths."""
 
     @property
     def rates(self) -> Card:
@@ -40,7 +35,7 @@ class Cluster:
 
     def gather(self, num_bytes: float, ranks: int) -> float:
         """Seconds in which neighbouring ranks exchange their parts of `num_bytes`, or add up and keep a part each."""
-        rate = self.network.inside if ranks <= self.per_node else self.network.between
+        rate = self.inside if ranks <= self.per_node else self.between
         return (ranks - 1) / ranks * num_bytes / rate
 
     def all_reduce(self, num_bytes: float, ranks: int) -> float:
@@ -196,9 +191,8 @@ def student_parts(shape: Shape, step: Step, card: Card, *, alone: bool) -> list[
     per_step = shape.parameters / step.tokens
     more = step.micro_batches - 1
     gather, first, reduce = (COPY, FIRST_GRADIENT, 0) if alone else (GATHER, FIRST_GRADIENT, REDUCE)
-    if (
-        not more and not alone
-    ):  # the gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum
+    if not more and not alone:
+        # The gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum.
         first, reduce = 0, REDUCE - 2
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
@@ -232,15 +226,13 @@ def _elementwise(phase: str, shape: Shape, backward: int) -> CostPart:
     ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
     ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
     formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
-    return CostPart(phase, "elementwise", formula, bytes=_elements(shape, *ours), ideal_bytes=_elements(shape, *ideal))
-
-
-def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
-    """Bytes per token of all layers and the last norm, from the bytes per element of each kind of pass."""
-    # Qwen3 also norms queries and keys.
+    # Elements of a layer, by kind of pass. Qwen3 also norms queries and keys; one more norm follows the last layer.
     normed = 2 * shape.hidden + (shape.query_and_key if shape.family == "qwen3" else 0)
-    layer = norm * normed + rotary * shape.query_and_key + swiglu * shape.intermediate + residual * shape.hidden
-    return shape.layers * layer + norm * shape.hidden
+    elements = normed, shape.query_and_key, shape.intermediate, shape.hidden
+    made, needed = (
+        shape.layers * sum(map(operator.mul, costs, elements)) + costs[0] * shape.hidden for costs in (ours, ideal)
+    )
+    return CostPart(phase, "elementwise", formula, bytes=made, ideal_bytes=needed)
 
 
 def microseconds(found: list[CostPart], card: Card, *, by: str, ideal: bool = False) -> dict[str, float]:
@@ -289,10 +281,9 @@ def teacher_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp
     """The time of a teacher's replica for its rows of a batch."""
     rows = ceil(work.rows / dp)
     step = Step(rows, rows, work.length, work.top_k)
-    return Time(
-        _seconds(teacher_parts(Shape.of(model), step, cluster.rates), step, cluster, tp),
-        _reductions(model, step.tokens, cluster, tp, TEACHER_REDUCTIONS),
-    )
+    parts = teacher_parts(Shape.of(model), step, cluster.rates)
+    reductions = _reductions(model, step.tokens, cluster, tp, TEACHER_REDUCTIONS)
+    return Time(_seconds(parts, step, cluster, tp), reductions)
 
 
 def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp: int) -> Time:
@@ -311,11 +302,8 @@ def student_time(model: ModelFacts, work: Step, cluster: Cluster, *, dp: int, tp
         part if part.kind != "optimizer" else CostPart(part.phase, part.kind, part.formula, bytes=part.bytes / dp)
         for part in student_parts(Shape.of(model), step, cluster.rates, alone=dp * tp == 1)
     ]
-    return Time(
-        _seconds(parts, step, cluster, tp),
-        _reductions(model, step.tokens, cluster, tp, STUDENT_REDUCTIONS),
-        sharding,
-    )
+    reductions = _reductions(model, step.tokens, cluster, tp, STUDENT_REDUCTIONS)
+    return Time(_seconds(parts, step, cluster, tp), reductions, sharding)
 
 
 def _seconds(parts: list[CostPart], step: Step, cluster: Cluster, tp: int) -> float:
@@ -403,11 +391,10 @@ def best_interval(faults: Faults, *, step: float, save: float) -> int:
 
 # How long steps take when the stages of a batch overlap: the rules of the pipeline, played through event by event.
 #
-# 1. A batch is submitted when the student begins the step that is `depth` steps earlier.
-# 2. The aligners work on one batch after another, in order.
-# 3. The teachers begin a batch when it is aligned, they are done with the one before, and their rings have room: the batch that is `ring`
+# 1. A batch is submitted when the student begins the step that is `depth` steps earlier. Its alignment takes no time.
+# 2. The teachers begin a batch when it is submitted, they are done with the one before, and their rings have room: the batch that is `ring`
 #    batches earlier has been trained on.
-# 4. The student begins a step when the teachers are done with it and the step before has ended.
+# 3. The student begins a step when the teachers are done with it and the step before has ended.
 #
 # Where teachers and student share GPUs and both have work, each goes at half its speed: the GPU divides its time.
 
@@ -418,7 +405,6 @@ _EPSILON = 1e-9
 class Stages:
     """What a step consists of. Times are in seconds, of a rank that nothing delays."""
 
-    align: float
     teacher: float
     student: float
     between: float = 0.0
@@ -451,13 +437,9 @@ def step_seconds(stages: Stages, steps: int = 200, seed: int = 0) -> float:
 def simulate(stages: Stages, steps: int, seed: int = 0) -> list[float]:
     """When the student ends each step, in seconds since the run's first batch was submitted."""
     draw = random.Random(seed)
-    work = {
-        "align": [stages.align] * steps,
-        "teacher": [stages.teacher * slowest(draw, stages.jitter, stages.teacher_ranks) for _ in range(steps)],
-        "student": [
-            stages.between + stages.student * slowest(draw, stages.jitter, stages.student_ranks) for _ in range(steps)
-        ],
-    }
+    teacher = [stages.teacher * slowest(draw, stages.jitter, stages.teacher_ranks) for _ in range(steps)]
+    student = [stages.student * slowest(draw, stages.jitter, stages.student_ranks) for _ in range(steps)]
+    work = {"teacher": teacher, "student": [stages.between + seconds for seconds in student]}
     ring = stages.depth + 1 if stages.ring is None else stages.ring
     done = dict.fromkeys(work, 0)
     running: dict[str, float] = {}
@@ -467,23 +449,19 @@ def simulate(stages: Stages, steps: int, seed: int = 0) -> list[float]:
         batch = done[stage]
         if stage in running or batch == steps:
             return False
-        begun = done["student"] + ("student" in running)
-        if stage == "align":  # batch b is submitted when the student is about to begin step b - depth
-            return batch <= done["student"] + stages.depth
-        if stage == "teacher":
-            return done["align"] > batch and batch < done["student"] + ring
-        return done["teacher"] > batch and begun == batch
+        if stage == "teacher":  # batch b is submitted when the student is about to begin step b - depth
+            return batch < done["student"] + min(stages.depth + 1, ring)
+        return done["teacher"] > batch
 
     while done["student"] < steps:
         for stage in work:
             if may_begin(stage):
                 running[stage] = work[stage][done[stage]]
-        both = stages.shared and {"teacher", "student"} <= set(running)
-        speeds = {stage: 0.5 if both and stage != "align" else 1.0 for stage in running}
-        passed = min(left / speeds[stage] for stage, left in running.items())
+        speed = 0.5 if stages.shared and len(running) > 1 else 1.0
+        passed = min(running.values()) / speed
         now += passed
         for stage in list(running):
-            running[stage] -= passed * speeds[stage]
+            running[stage] -= passed * speed
             if running[stage] <= _EPSILON:
                 del running[stage]
                 done[stage] += 1

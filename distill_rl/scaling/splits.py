@@ -114,7 +114,6 @@ def predict(config: Config, facts: Facts, cluster: costs.Cluster, split: Split) 
     driver = DRIVER_S + PER_RANK_S * (split.student_gpus + split.teacher_gpus)
     step = costs.step_seconds(
         costs.Stages(
-            align=0.0,
             teacher=of_teacher.total,
             student=of_student.total,
             between=driver,

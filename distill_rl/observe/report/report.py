@@ -20,20 +20,9 @@ from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.save import fingerprint, flat
 from distill_rl.errors import DataError, DistillError
-from distill_rl.observe.metrics import FAULTS, is_sum
+from distill_rl.observe.metrics import ALL_RATE, ALL_TOKENS, FAULTS, IDEAL, MFU, RATE, SECONDS, STEPS, TOKENS, is_sum
 from distill_rl.observe.report.scores import FACTS, OUTCOMES, Evaluation
-from distill_rl.observe.sinks import (
-    ALL_RATE,
-    ALL_TOKENS,
-    IDEAL,
-    MFU,
-    RATE,
-    SECONDS,
-    STEPS,
-    TOKENS,
-    broken_lines,
-    read_records,
-)
+from distill_rl.observe.sinks import broken_lines, read_records
 from distill_rl.system.files import read_json_object, write_atomic
 from distill_rl.types import RunPaths
 
@@ -90,9 +79,8 @@ def environment(run: ReportRun) -> dict[str, str]:
 def _machine(recorded: Mapping[str, Any]) -> str:
     """GPUs, processor, cores and memory of the driver's machine as one text; empty if nothing is known."""
     gpus = recorded.get("gpus")
-    parts = []
-    if isinstance(gpus, list):
-        parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(map(str, gpus))]
+    gpus = gpus if isinstance(gpus, list) else []
+    parts = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(map(str, gpus))]
     units = {"cpu": "", "cores": " cores", "memory_gib": " GiB"}
     return ", ".join(parts + [f"{recorded[name]}{unit}" for name, unit in units.items() if recorded.get(name)])
 
@@ -188,14 +176,9 @@ def samples(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
                 continue
             entry: dict[str, Any] = {name: _text(row.get(name, "")) for name in ("suite", "id", "reference")}
             entry |= {"prompt": _messages(row.get("prompt")), "answers": []}
-            answer = {
-                "run": index,
-                "who": f"teacher {_text(row.get('teacher', ''))}".strip() if is_teacher else "student",
-                "step": row["step"],
-                "text": _text(row["completion"]),
-                "verdict": _verdict(row),
-                "right": row.get("correct") is True,
-            }
+            who = f"teacher {_text(row.get('teacher', ''))}".strip() if is_teacher else "student"
+            answer = {"run": index, "who": who, "step": row["step"], "text": _text(row["completion"])}
+            answer |= {"verdict": _verdict(row), "right": row.get("correct") is True}
             items.setdefault((entry["suite"], entry["id"]), entry)["answers"].append(answer)
     return list(items.values())
 
@@ -280,7 +263,7 @@ def write_report(
         sections=drawn,
         score_charts=scored,
         constants=constants(runs),
-        last_values=sorted(_by_run([_last_values(run) for run in runs])),
+        last_values=sorted(_by_run([{name: number(run.last(name)) for name in run.metrics} for run in runs])),
         evaluation=evaluation,
         final=final if final.scores else during,
         during=during if during.scores and final.scores else None,
@@ -292,17 +275,13 @@ def write_report(
 def page_data(runs: Sequence[ReportRun], drawn: Sequence[Section], scored: Sequence[Chart]) -> dict[str, Any]:
     """What the page's script draws, as JSON types: the runs' names, lists of steps, all charts in the page's order,
     and sample completions."""
-    steps, limit = Steps(), points_per_curve(len(runs))
+    steps: StepLists = {}
+    # Most points of a curve, so that the page does not grow with the number of runs at once.
+    limit = max(MIN_POINTS, MAX_POINTS // len(runs))
     in_order = [*scored, *(chart for section in drawn for chart in section.charts)]
     curves = [chart.data(steps, limit) for chart in in_order]
     names = [run.name for run in runs]
-    return {"runs": names, "steps": list(steps.indices), "charts": curves, "samples": samples(runs)}
-
-
-def _last_values(run: ReportRun) -> dict[str, str]:
-    """Metric → its last finite value as text."""
-    last = {name: run.last(name) for name in run.metrics}
-    return {name: MISSING if value is None else number(value) for name, value in last.items()}
+    return {"runs": names, "steps": list(steps), "charts": curves, "samples": samples(runs)}
 
 
 # The charts of the report as data: curves, thinned, which the page's script draws.
@@ -318,6 +297,8 @@ CLIP_RATIO = 4.0
 """A stack whose highest step exceeds this many medians is cut off at CLIP_RATIO / 2 medians."""
 
 Point = tuple[float, float]
+StepLists = dict[tuple[float, ...], int]
+"""The lists of steps that curves refer to, by their index: most curves of a run have the same."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +336,7 @@ class Chart:
     ceiling: float | None = None
     """Upper end of the axis; None: the highest value."""
 
-    def data(self, steps: Steps, limit: int) -> dict[str, Any]:
+    def data(self, steps: StepLists, limit: int) -> dict[str, Any]:
         """The chart as JSON types for the page's script; a value that is not finite is null.
 
         Args:
@@ -367,22 +348,11 @@ class Chart:
         for curve in self.curves:
             points = curve.points if self.stacked else decimate(curve.points, limit)
             entry: dict[str, Any] = {"label": curve.label, "run": curve.run, "exact": curve.exact}
-            entry["steps"] = steps.index([step for step, _ in points])
+            key = tuple(int(step) if step == int(step) else round(step, 1) for step, _ in points)
+            entry["steps"] = steps.setdefault(key, len(steps))
             entry["values"] = [_rounded(value) for _, value in points]
             curves.append(entry)
         return chart | {"curves": curves}
-
-
-@dataclass
-class Steps:
-    """The lists of steps that curves refer to: most curves of a run have the same."""
-
-    indices: dict[tuple[float, ...], int] = field(default_factory=dict)
-
-    def index(self, steps: Sequence[float]) -> int:
-        """The index of a list of steps, which is added if it is new."""
-        key = tuple(int(step) if step == int(step) else round(step, 1) for step in steps)
-        return self.indices.setdefault(key, len(self.indices))
 
 
 def line_chart(title: str, curves: Iterable[Curve], *, linear: bool = False, caption: str = "") -> Chart | None:
@@ -439,12 +409,8 @@ def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     kept = [first]
     for start in range(0, len(inner), size):
         stretch = inner[start : start + size]
-        finite = [point for point in stretch if math.isfinite(point[1])]
-        if finite:
-            ends = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-            kept += sorted(ends)
-        else:
-            kept.append(stretch[0])
+        finite = [point for point in stretch if math.isfinite(point[1])] or stretch[:1]
+        kept += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
     return [*kept, last]
 
 
@@ -460,19 +426,14 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     return [(_mean(step for step, _ in run), _mean(value for _, value in run)) for run in runs]
 
 
-def points_per_curve(num_runs: int) -> int:
-    """Most points of a curve on a page about so many runs, so that the page does not grow with their number at once."""
-    return max(MIN_POINTS, MAX_POINTS // num_runs)
-
-
-def number(value: float) -> str:
-    """A value as short text, such as `0.1235`, `12,346` or `1.2e-5`; a dash if it is not finite.
+def number(value: float | None) -> str:
+    """A value as short text, such as `0.1235`, `12,346` or `1.2e-5`; a dash if there is none, or it is not finite.
 
     Four significant digits; a whole number with thousands separators if its size is 1000 or more; up to three digits
     and an exponent if it is below 0.001, or 10 million or more.
     """
-    if not math.isfinite(value):
-        return "—"
+    if value is None or not math.isfinite(value):
+        return MISSING
     if value == 0 or 1e-3 <= abs(value) < 1e7:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     mantissa, exponent = f"{value:.2e}".split("e")
@@ -520,12 +481,9 @@ class ReportRun:
         Args:
             default: value for records without the metric; None: they are left out.
         """
-        points = []
-        for record in self.records:
-            if metric in record or default is not None:
-                value = record.get(metric, default)
-                points.append((float(record["step"]), float(value) if isinstance(value, int | float) else math.nan))
-        return points
+        found = [record for record in self.records if metric in record or default is not None]
+        values = [(record["step"], record.get(metric, default)) for record in found]
+        return [(float(step), float(value) if isinstance(value, int | float) else math.nan) for step, value in values]
 
     def finite(self, metric: str) -> list[float]:
         """The metric's finite values by ascending step."""
@@ -559,15 +517,9 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportRun]:
     """
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    runs = [
-        replace(run, name="/".join(run.paths.root.resolve().parts[-2:])) if names.count(run.name) > 1 else run
-        for run in runs
-    ]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.name} ({names[:i].count(run.name) + 1})") if names.count(run.name) > 1 else run
-        for i, run in enumerate(runs)
-    ]
+    names = ["/".join(run.paths.root.resolve().parts[-2:]) if names.count(run.name) > 1 else run.name for run in runs]
+    numbers = [f" ({names[:i].count(name) + 1})" if names.count(name) > 1 else "" for i, name in enumerate(names)]
+    return [replace(run, name=name + number) for run, name, number in zip(runs, names, numbers)]
 
 
 def read_run(folder: str | os.PathLike[str]) -> ReportRun:
@@ -582,9 +534,8 @@ def read_run(folder: str | os.PathLike[str]) -> ReportRun:
     try:
         records = read_records(paths.metrics)
     except OSError as error:
-        raise DataError(
-            f"report of {folder}", "a run directory holds metrics.jsonl", error.strerror, "give the folder of a run"
-        ) from error
+        rule, remedy = "a run directory holds metrics.jsonl", "give the folder of a run"
+        raise DataError(f"report of {folder}", rule, error.strerror, remedy) from error
     by_step: dict[int, dict[str, Any]] = {}
     timed = 0
     for record in records:
@@ -624,6 +575,9 @@ LOSSES, OPTIMISATION, DATA, SPEED = "Losses", "Optimisation", "Coverage and data
 USE, TRANSPORT, FAULT_SECTION, SCORES = "Memory and utilisation", "Transport", "Faults", "Scores"
 ORDER = (LOSSES, OPTIMISATION, DATA, SPEED, USE, TRANSPORT, FAULT_SECTION)
 OPEN = (LOSSES, OPTIMISATION, DATA, USE, FAULT_SECTION)
+
+BY_PREFIX = {"align": DATA, "data": DATA, "timing": SPEED, "transport": TRANSPORT, "train": OPTIMISATION}
+"""Beginning of a metric's name → its section, unless `place` knows better."""
 
 ACCEPTANCE = "Acceptance, Σ min(p, q)"
 ENTROPY = "Entropy at labelled positions, nats"
@@ -675,14 +629,8 @@ LINEAR = {
     *WORKERS.values(),
 }
 EXACT = (
-    "validation/",
-    "eval/",
-    "faults/",
-    "memory/",
-    "train/lr",
-    "train/kd_scale",
-    "train/skipped",
-    "train/unlabelled",
+    *("validation/", "eval/", "faults/", "memory/"),
+    *("train/lr", "train/kd_scale", "train/skipped", "train/unlabelled"),
 )
 """Beginnings of the names of metrics that are never smoothed."""
 MAX_METRICS = 3
@@ -734,13 +682,9 @@ def place(name: str) -> tuple[str, str, str]:
         return (DATA, f"{title} per step", label) if base == "tokens" else (LOSSES, title, label)
     if group.startswith(("align/coverage", "align/one_to_one", "align/exact")):
         return DATA, ALIGNMENT, rest
-    section = {"align": DATA, "data": DATA, "timing": SPEED, "transport": TRANSPORT, "train": OPTIMISATION}.get(
-        prefix, ""
-    )
-    if name in (RATE, ALL_RATE, MFU, IDEAL):
-        section = SPEED
+    other = BY_PREFIX.get(prefix) or (prefix if rest else "Other")
     title = TITLES.get(group, group if rest else name) + (" per step" if is_sum(name) else "")
-    return section or (prefix if rest else "Other"), title, detail or base or name
+    return SPEED if name in (RATE, ALL_RATE, MFU, IDEAL) else other, title, detail or base or name
 
 
 def sections(runs: Sequence[ReportRun]) -> list[Section]:
@@ -784,7 +728,12 @@ def _metrics(runs: Sequence[ReportRun]) -> list[ChartMetric]:
             for run in runs
         ]
         found.append(ChartMetric(name, title, label, points))
-    cut = [_ratio(run, "align/truncated", "align/documents") for run in runs]
+    cut = []
+    for run in runs:
+        documents, truncated = (dict(run.points(f"align/{what}")) for what in ("documents", "truncated"))
+        cut.append(
+            [(step, truncated[step] / whole) for step, whole in documents.items() if whole > 0 and step in truncated]
+        )
     if any(cut):
         found.append(ChartMetric("", CUT, CUT, cut))
     return found
@@ -830,16 +779,6 @@ def _noise(run: ReportRun) -> str:
         "training data are wrong and those of the validation data are not: a student that follows its teacher gives a "
         "wrong label little probability. Compare students by validation."
     )
-
-
-def _ratio(run: ReportRun, part: str, whole: str) -> list[Point]:
-    """(step, part / whole) of the records with both metrics and a whole above 0."""
-    points = []
-    for record in run.records:
-        a, b = record.get(part), record.get(whole)
-        if isinstance(a, int | float) and isinstance(b, int | float) and b > 0:
-            points.append((float(record["step"]), a / b))
-    return points
 
 
 def faults(run: ReportRun, name: str) -> list[Point]:
@@ -901,13 +840,8 @@ def template_environment(**options: Any) -> Environment:
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
-        loader=PackageLoader("distill_rl.observe.report", "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
+    loader = PackageLoader("distill_rl.observe.report", "templates")
+    return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
 
 
 def write_page(path: Path, template: str, *, data: Any = None, **values: Any) -> None:
@@ -1018,16 +952,10 @@ def dots_svg(title: str, rows: Sequence[Dots], unit: str) -> str:
     values = [value for row in rows for value in (*row.values, row.mean)]
     ticks = ticks_between(min(values), max(values))
     x = partial(_place, low=ticks[0], high=ticks[-1], start=_LABELS, end=WIDTH - 20)
-    drawn = [
-        {
-            "name": row.name,
-            "y": _TOP + _ROW * i + _ROW / 2,
-            "values": [x(value) for value in row.values],
-            "mean": x(row.mean),
-            "marked": row.marked,
-        }
-        for i, row in enumerate(rows)
-    ]
+    drawn = []
+    for i, row in enumerate(rows):
+        y, places = _TOP + _ROW * i + _ROW / 2, [x(value) for value in row.values]
+        drawn.append({"name": row.name, "y": y, "values": places, "mean": x(row.mean), "marked": row.marked})
     height = _TOP + _ROW * len(rows) + _BOTTOM
     axis = [{"x": x(tick), "text": number(tick)} for tick in ticks]
     frame = {"top": _TOP, "bottom": height - _BOTTOM, "left": _LABELS, "width": WIDTH, "height": height}

@@ -169,14 +169,12 @@ def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
     problems: list[str] = []
     for folder, name in names.items():
         files = sorted((file for file in folder.glob("*.json") if not file.name.startswith(".")), key=_time)
-        scores = []
+        scores: list[Score] = []
         for file in files:
             try:
-                score = read_score(file, name)
+                scores += filter(None, [read_score(file, name)])
             except DataError as error:
                 problems += map(printable, error.problems)
-            else:
-                scores += [score] if score else []
         if scores:
             models.append((_sort_key(folder, scores[0]), scores))
     models.sort(key=lambda model: model[0])
@@ -235,12 +233,9 @@ def _part(result: Any) -> ScorePart | None:
     score = _fraction(result.get("score")) if isinstance(result, dict) else None
     if score is None:
         return None
-    interval = None
-    match result.get("interval"):
-        case [first, last]:
-            low, high = _fraction(first), _fraction(last)
-            if low is not None and high is not None:
-                interval = low, high
+    ends = result.get("interval")
+    low, high = map(_fraction, ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
+    interval = None if low is None or high is None else (low, high)
     raw_outcomes = result.get("outcomes")
     if not isinstance(raw_outcomes, dict):
         raw_outcomes = {"truncated": result.get("truncated")}

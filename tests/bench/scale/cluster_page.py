@@ -129,7 +129,6 @@ def _over_longer(found: Prediction, *, depth: int, jitter: float, ring: int | No
     """The time of a step over its longer stage without jitter."""
     teacher, student = found.teacher.total, found.student.total
     stages = Stages(
-        0.0,
         teacher,
         student,
         depth=depth,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.facts import StepFacts
-from distill_rl.scaling.model import CARDS, Cluster, Network, Step, student_time, teacher_time
+from distill_rl.scaling.model import CARDS, Cluster, Step, student_time, teacher_time
 from distill_rl.scaling.splits import MEMORY_SHARE, Split, candidates, predict, rank, work_of
 from tests.unit.scaling.conftest import FACTS, LARGE, SMALL
 
@@ -84,7 +84,7 @@ def test_a_stage_is_divided_by_its_ranks():
     halved = teacher_time(LARGE, WORK, cluster, dp=1, tp=2)
     assert halved.compute == pytest.approx(one.compute / 2)
     # Two sums per layer of 64 rows of 2,048 tokens of 4,096 bf16 features; of two ranks each sends half, twice.
-    assert halved.tensor_parallel == pytest.approx(32 * 2 * 64 * 2048 * 4096 * 2 / cluster.network.inside)
+    assert halved.tensor_parallel == pytest.approx(32 * 2 * 64 * 2048 * 4096 * 2 / cluster.inside)
 
 
 def test_the_arithmetic_bounds_the_time_from_below():
@@ -94,7 +94,7 @@ def test_the_arithmetic_bounds_the_time_from_below():
 
 
 def test_a_slow_network_holds_a_sharded_student_up():
-    slow, work = Cluster(64, network=Network(between=1e9)), replace(WORK, rows=512, micro_batch=16)
+    slow, work = Cluster(64, between=1e9), replace(WORK, rows=512, micro_batch=16)
     fast = student_time(SMALL, work, Cluster(64), dp=32, tp=1)
     waiting = student_time(SMALL, work, slow, dp=32, tp=1)
     assert not fast.waits_for_network

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distill_rl.observe.report import report
-from distill_rl.observe.report.report import Curve, Steps, decimate, line_chart, number, stacked_chart, thin
+from distill_rl.observe.report.report import Chart, Curve, StepLists, decimate, line_chart, number, stacked_chart, thin
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_values_that_are_not_finite_make_gaps() -> None:
     chart = line_chart("t", [Curve("a", [(1, 1.0), (2, math.nan), (3, 2.0), (4, math.inf)])])
     assert chart is not None
     assert chart.notes == ["2 not finite"]
-    (curve,) = chart.data(Steps(), 100)["curves"]
+    (curve,) = chart.data({}, 100)["curves"]
     assert curve["values"] == [1, None, 2, None]
 
 
@@ -78,9 +78,10 @@ def test_decimation_keeps_a_gap_that_fills_a_stretch() -> None:
 
 
 def test_curves_with_the_same_steps_share_them() -> None:
-    steps = Steps()
-    assert [steps.index([1.0, 2.0]), steps.index([1.0, 3.0]), steps.index([1.0, 2.0])] == [0, 1, 0]
-    assert list(steps.indices) == [(1, 2), (1, 3)]
+    steps: StepLists = {}
+    chart = Chart("t", [Curve("a", [(step, 0.5) for step in of]) for of in ((1.0, 2.0), (1.0, 3.0), (1.0, 2.0))])
+    assert [curve["steps"] for curve in chart.data(steps, 100)["curves"]] == [0, 1, 0]
+    assert list(steps) == [(1, 2), (1, 3)]
 
 
 def test_stacked_curves_show_their_shares_and_are_thinned_to_means() -> None:
