@@ -247,8 +247,8 @@ def _expect(
     plan = BatchPlan.from_config(config, 0, split=config.splits_documents(kind)).for_device(on_gpu=on_gpu)
     joining = Joining.of(data)
     # What a template leaves out is checked with the chats (`rows.py`).
-    settings: Any = {"format": kind, "loss_on": "all", "max_length": data.max_length, "unrendered": "warn"}
-    readers = [Tokenization(tokenizer, **settings).encode_all for tokenizer in tokenizers]
+    whole = DataConfig(max_length=data.max_length, unrendered="warn")
+    readers = [Tokenization(tokenizer, whole, format=kind).encode_all for tokenizer in tokenizers]
     read = [_TokenizedSample.of(documents, readers, joining) for documents in samples]
 
     def steps(samples: Sequence[_TokenizedSample], shares: Sequence[float]) -> tuple[float, float, float]:
