@@ -104,7 +104,7 @@ def test_csv_record_of_another_width_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_missing_and_foreign_columns_are_reported(tmp_path: Path) -> None:
     rows = [Row(tmp_path / "a.csv", 1, {"question": "q", "gold": "4", "choices": []})]
-    require_columns(rows, {"question": ("problem", "question")})
+    require_columns(rows, {"question": ("problem", "question")}, {})
     with pytest.raises(DataError) as caught:
         require_columns(rows, {"question": ("question",), "answer": ("answer", "target")}, {"choices": ("choices",)})
     assert list(caught.value.problems) == [
