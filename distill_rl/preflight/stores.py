@@ -86,7 +86,7 @@ def _model_problems(key: str, settings: TeacherConfig, manifest: Manifest) -> It
 def stored_ids_problems(run: OpenedRun) -> Iterator[str]:
     """Yields stores whose probabilities are over other ids than the run compares, one line each."""
     for opened in run.teachers:
-        size = opened.vocabulary_size if opened.shared is None else run.num_ids
+        size = run.ids_of(opened)
         if opened.store is not None and opened.tokenizer_hash not in ("", opened.store.manifest.tokenizer):
             rule = f"must be that of {opened.store.folder}: the store keeps its tokens"
             yield problem(f"{opened.key}.tokenizer", rule, opened.tokenizer_hash[:12], "leave it out, or capture again")
@@ -110,7 +110,7 @@ def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captu
         settings = opened.settings
         if settings.cache is None or not (Path(settings.cache) / FILE).exists():
             continue
-        if opened.folder is None or opened.vocabulary_size is None:
+        if opened.folder is None or (size := run.ids_of(opened)) is None:
             continue
         try:
             store = Store(Path(settings.cache))
@@ -119,7 +119,7 @@ def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captu
                 settings,
                 weights=opened.identity,
                 tokenizer=opened.tokenizer_hash,
-                vocabulary_size=opened.vocabulary_size if opened.shared is None else opened.shared.size,
+                vocabulary_size=size,
                 on_gpu=on_gpu,
                 captures=captures,
             )

@@ -332,6 +332,10 @@ class OpenedRun:
         shared = [teacher.shared for teacher in self.teachers if teacher.shared is not None]
         return min([self.student.vocabulary_size, *(vocabulary.size for vocabulary in shared)])
 
+    def ids_of(self, teacher: OpenedTeacher) -> int | None:
+        """Ids over which a teacher's probabilities are: those that the run compares token by token, else all of its own."""
+        return teacher.vocabulary_size if teacher.shared is None else self.num_ids
+
     @property
     def plan(self) -> BatchPlan:
         """How rows are laid out and divided; the tokenizers and the data must be open."""
@@ -357,11 +361,11 @@ class OpenedRun:
 
     def with_models(self, facts: Facts) -> Facts:
         """Facts, with what is known of the models."""
-        num_ids, teachers = self.num_ids, []
+        teachers = []
         for teacher in self.teachers:
-            size, apart = (teacher.vocabulary_size, "") if teacher.shared is None else (num_ids, str(teacher.shared))
+            size, apart = self.ids_of(teacher), "" if teacher.shared is None else str(teacher.shared)
             teachers.append(TeacherFacts(teacher.facts, size, teacher.cross_tokenizer_loss, teacher.advice, apart))
-        return replace(facts, vocabulary_size=num_ids, student=self.student.facts, teachers=tuple(teachers))
+        return replace(facts, vocabulary_size=self.num_ids, student=self.student.facts, teachers=tuple(teachers))
 
     def release(self) -> None:
         """Forgets tokenizers and configurations, which may take hundreds of MiB, once the job is made."""

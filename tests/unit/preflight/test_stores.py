@@ -397,6 +397,19 @@ def test_a_cache_of_other_targets_is_refused_with_every_difference(kit, cached, 
         assert words in line
 
 
+def test_a_cache_holds_the_ids_that_all_teachers_share(kit, cached, tmp_path):
+    more = tiny_tokenizer()
+    more.add_tokens(["<more>"])
+    for name in ("student", "teacher"):
+        write_tiny_model(tmp_path / name, tokenizer=more, vocab_size=384, positions=256)
+    teachers = f"teachers=[{{name: a, model: {tmp_path}/teacher}}, {{name: b, model: {kit.material}/student}}]"
+    store = kit.store(teacher=f"{tmp_path}/teacher", vocabulary_size=len(more) - 1, wire_dtype="fp32")
+    checked = cached(store, teachers, f"teachers.0.cache={store}", f"student.model={tmp_path}/student")
+    assert checked.problems == []
+    line = only(cached(store, f"teachers.0.model={tmp_path}/teacher", f"student.model={tmp_path}/student").problems)
+    assert f"ids that are compared {len(more) - 1} here, {len(more)} there" in line
+
+
 def test_a_damaged_cache_is_refused(kit, cached):
     write_manifest(kit.root / "store", MANIFEST)
     text = (kit.root / "store" / "manifest.json").read_text()
