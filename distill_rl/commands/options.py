@@ -216,8 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text-key", metavar="COLUMN", help="column with the text; default: text")
     add("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
     add("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
-    limit_help = "at most N rows, evenly spaced; default: %(default)s"
-    add("--limit", type=int, default=1000, metavar="N", help=limit_help)
+    add("--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s")
     add("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
     verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
     add("--verify", action="store_true", help=verify_help)
@@ -283,8 +282,7 @@ def _add_config_and_overrides(add: Callable[..., Any]) -> None:
     """Adds -c/--config (as `path`) and the positional `overrides` to a command, through its `add_argument`."""
     config_help = "YAML file; docs/configuration.md lists every key"
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
-    overrides_help = "settings that override the file, e.g. train.steps=100"
-    add("overrides", nargs="*", metavar="key=value", help=overrides_help)
+    add("overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100")
 
 
 def _add_dry_run(add: Callable[..., Any], where: str = "") -> None:
