@@ -589,9 +589,7 @@ SPLITS = {
     "nll_loss": "Cross-entropy with the data (CE)",
     "loss": "Loss: KD and CE with their weights",
     "top1_agreement": "Top-1 agreement with the teacher",
-    "acceptance": ACCEPTANCE,
-    "acceptance_low": ACCEPTANCE,
-    "acceptance_high": ACCEPTANCE,
+    **dict.fromkeys(("acceptance", "acceptance_low", "acceptance_high"), ACCEPTANCE),
     **dict.fromkeys(("student_entropy", "teacher_entropy", "teacher_entropy_low", "teacher_entropy_high"), ENTROPY),
     "tokens": "Labelled tokens",
 }
