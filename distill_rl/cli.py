@@ -71,10 +71,9 @@ def _main(arguments: Sequence[str] | None) -> int:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported, by the fork server, too
         with ForkServer() if options.command in _RUNS or _starts_ray(options) else nullcontext():
             # Only in a process of its own: a caller's Transformers must keep its models.
-            if arguments is None and (
-                options.command == "inspect.inspect"
-                or ((options.command == "check.check" or _starts_ray(options)) and not gpu_possible())
-            ):
+            uses_gpu = options.command != "inspect.inspect" and gpu_possible()
+            known = options.command in ("inspect.inspect", "check.check") or _starts_ray(options)
+            if arguments is None and known and not uses_gpu:
                 import_transformers_without_torch()
             return _run(options)
     except DistillError as error:

@@ -129,8 +129,7 @@ def read_rows(data: DataConfig, limit: int) -> TextRows:
     from distill_rl.data.reading.layouts import template_options
     from distill_rl.data.reading.sources import open_source
 
-    source = open_source(data, cache=Cache(write=False))
-    rows = _spaced(source, limit)
+    rows = _spaced(open_source(data, cache=Cache(write=False)), limit)
     chats = [Chat(row["messages"], template_options(row)) for row in rows if "messages" in row]
     texts = [text for row in rows for text in texts_of(row)]
     if not texts:

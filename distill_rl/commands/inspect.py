@@ -61,8 +61,7 @@ def inspect(
         DistillError: bad options, settings, data or tokenizers; or rows that the run refuses, after all others are shown.
     """
     with status(f"reading   {path}"):
-        config = _read(path, overrides, rows, chosen)
-        viewer = _Viewer(open_rows(config), packed=chosen is None)
+        viewer = _Viewer(open_rows(_read(path, overrides, rows, chosen)), packed=chosen is None)
         found = islice(viewer.first(), rows or ROWS) if chosen is None else viewer.chosen(chosen)
     console = open_console(110)
     if not as_json:
@@ -546,8 +545,7 @@ def _texts_of(text: str, tokens: Sequence[Mapping[str, Any]], at: int) -> Iterat
     """Yields what every token adds to a text, from a place on; of one without characters, its name."""
     # What lies before a token and belongs to none is added to it, a character of several tokens to the first.
     for token in tokens:
-        is_empty = token["start"] == token["end"]
-        yield text[at : token["end"]] + (token["text"] if is_empty else "")
+        yield text[at : token["end"]] + (token["text"] if token["start"] == token["end"] else "")
         at = max(at, token["end"])
 
 

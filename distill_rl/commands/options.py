@@ -37,12 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     In its result, `command` is `module.function` in the folder `commands`, or None if no command was given; everything
     else is a keyword of that function, except for `resume`, which `cli` turns into an override.
     """
-    parser = argparse.ArgumentParser(
-        prog="distill-rl",
-        description="Train a smaller causal language model to match a bigger one's token distributions on fixed text.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Train a smaller causal language model to match a bigger one's token distributions on fixed text."
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="distill-rl", description=about, epilog=_EPILOG, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"distill-rl {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -58,18 +55,14 @@ def make_parser() -> argparse.ArgumentParser:
     then_help = "for --dry-run: a second script, which evaluates the export when the run is done"
     add("--then", choices=("eval",), help=then_help)
 
-    description = (
-        "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
-        "problem found. Changes nothing."
-    )
+    description = """Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors)
+        and every problem found. Changes nothing."""
     summary = "print the resolved configuration and derived sizes"
     _add_config_and_overrides(_command(commands, "check", "check.check", summary, description))
 
-    description = (
-        "Show rows as they will be trained on: every token, which of them are learnt and why the others are not, where "
-        "documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat template "
-        "leaves out. Loads tokenizers only."
-    )
+    description = """Show rows as they will be trained on: every token, which of them are learnt and why the others are
+        not, where documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat
+        template leaves out. Loads tokenizers only."""
     summary = "show rows as they will be trained on: which tokens are learnt"
     add = _command(commands, "inspect", "inspect.inspect", summary, description)
     _add_config_and_overrides(add)
@@ -79,10 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tokens", action="store_true", help="one line per token, with the reason for every token without a label")
     add("--json", dest="as_json", action="store_true", help="one JSON object per row, with everything")
 
-    description = (
-        "Predict step time, goodput and memory of every split of a cluster between teacher and student, and print the "
-        "settings of the best. Starts nothing."
-    )
+    description = """Predict step time, goodput and memory of every split of a cluster between teacher and student, and
+        print the settings of the best. Starts nothing."""
     summary = "which split of a cluster's GPUs suits a configuration"
     add = _command(commands, "plan", "plan.plan", summary, description)
     _add_config_and_overrides(add)
@@ -90,10 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--card", choices=("h100", "h200"), default="h100", help="default: %(default)s")
     add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
 
-    description = (
-        "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
-        "compare the two. Takes about two minutes; needs no GPU and no download."
-    )
+    description = """Distil a small student that sorts, train the same student on the same noisy answers without a
+        teacher, and compare the two. Takes about two minutes; needs no GPU and no download."""
     summary = "a whole distillation in miniature, in about two minutes"
     add = _command(commands, "quickstart", "demo.quickstart", summary, description)
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
@@ -111,11 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
     add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
 
-    description = (
-        "Try two models on a text, without a configuration: check the pair, choose method and settings, train the student "
-        "with the teacher and for the same time without it, and compare both on text that was held out, in bits per byte. "
-        "Writes the student, a report, the result and the YAML file to go on with into one folder."
-    )
+    description = """Try two models on a text, without a configuration: check the pair, choose method and settings,
+        train the student with the teacher and for the same time without it, and compare both on text that was held out,
+        in bits per byte. Writes the student, a report, the result and the YAML file to go on with into one folder."""
     summary = "is this teacher worth it? a short training with and without it, no YAML"
     add = _command(commands, "try", "demo.trial", summary, description)
     add("student", metavar="STUDENT", help="folder of the model to train, or its name on the hub")
@@ -131,10 +118,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--clean", action="store_true", help="delete an earlier trial in the folder")
     add("overrides", nargs="*", metavar="key=value", help="settings in place of those chosen, e.g. optimizer.lr=1e-4")
 
-    description = (
-        "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
-        "number of students can be trained without them (docs/store.md). The same command continues after a stop."
-    )
+    description = """Run the teachers of a configuration over its data and store what they would send to a student, so
+        that any number of students can be trained without them (docs/store.md). The same command continues after a
+        stop."""
     summary = "store the teachers' targets, for training later"
     add = _command(commands, "capture", "train.capture", summary, description)
     _add_config_and_overrides(add)
@@ -158,10 +144,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("store", type=Path, metavar="STORE", help="folder of the store")
     add("--out", required=True, type=Path, metavar="DIR", help="new folder for the files")
 
-    description = (
-        "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
-        "on a file system that the cluster shares. See docs/operations.md, Service."
-    )
+    description = """Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders
+        must be on a file system that the cluster shares. See docs/operations.md, Service."""
     submit = _command(commands, "submit", "service.submit", "run a configuration on a Ray cluster", description)
     _add_config_and_overrides(submit)
     _add_resume(submit)
@@ -221,10 +205,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="for --dry-run: settings of the section slurm, such as account=me time=02:00:00")
     # fmt: on
 
-    description = (
-        "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
-        "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
-    )
+    description = """Print how two tokenizations of a text match, what they have in common, and which loss suits them.
+        Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."""
     summary = "show how well the tokens of two models match on your text"
     add = _command(commands, "align", "align.align", summary, description)
     add("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
@@ -234,18 +216,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text-key", metavar="COLUMN", help="column with the text; default: text")
     add("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
     add("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
-    limit_help = "at most N rows, evenly spaced; default: %(default)s"
-    add("--limit", type=int, default=1000, metavar="N", help=limit_help)
+    add("--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s")
     add("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
     verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
     add("--verify", action="store_true", help=verify_help)
 
     verify = commands.add_parser("verify", help="measure what quantised weights cost a teacher")
     actions = verify.add_subparsers(title="actions", metavar="ACTION", required=True)
-    description = (
-        "Load every teacher with teachers[].quantization twice, one after the other, with all of its weights and with "
-        "quantised ones, and compare what they say of a sample of the data: KL per token, agreement, memory, speed."
-    )
+    description = """Load every teacher with teachers[].quantization twice, one after the other, with all of its weights
+        and with quantised ones, and compare what they say of a sample of the data: KL per token, agreement, memory,
+        speed."""
     summary = "compare a teacher with and without its quantization"
     add = _command(actions, "teacher", "verify.teacher", summary, description)
     _add_config_and_overrides(add)
@@ -254,10 +234,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--full", metavar="DIR", help=full_help)
     add("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
 
-    description = (
-        "Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to. Uploading takes "
-        "the login of the hub's own tools: HF_TOKEN, or `hf auth login`."
-    )
+    description = """Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to.
+        Uploading takes the login of the hub's own tools: HF_TOKEN, or `hf auth login`."""
     summary = "write a checkpoint as a Hugging Face model, and publish it"
     add = _command(commands, "export", "export.export", summary, description)
     # fmt: off
@@ -274,19 +252,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="for the model card, such as apache-2.0; default: what the student's own card says")
     # fmt: on
 
-    description = (
-        "Print state, step, time left and the last fault of a run, then each new line of its log and step, until it ends. Reads "
-        "the run directory only, so it works wherever that can be seen, such as on a cluster's login node."
-    )
+    description = """Print state, step, time left and the last fault of a run, then each new line of its log and step,
+        until it ends. Reads the run directory only, so it works wherever that can be seen, such as on a cluster's login
+        node."""
     add = _command(commands, "follow", "follow.follow", "watch a run by its folder, from any machine", description)
     add("runs", metavar="RUN", nargs="+", type=Path, help="run directory; of several, a line each is printed")
     add("--once", action="store_true", help="print state, step, time left and last fault only")
 
-    description = (
-        "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw the others "
-        "over it. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
-        "them to PATH/comparison.html. The pages work offline."
-    )
+    description = """Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw
+        the others over it. Folders of evaluation results: print the scores with 95 % intervals and differences, and
+        write them to PATH/comparison.html. The pages work offline."""
     summary = "write one static HTML file about a run, or comparing evaluated models"
     add = _command(commands, "report", "report.report", summary, description)
     paths_help = "run directory, or folder with the results of one or more models"
@@ -307,8 +282,7 @@ def _add_config_and_overrides(add: Callable[..., Any]) -> None:
     """Adds -c/--config (as `path`) and the positional `overrides` to a command, through its `add_argument`."""
     config_help = "YAML file; docs/configuration.md lists every key"
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
-    overrides_help = "settings that override the file, e.g. train.steps=100"
-    add("overrides", nargs="*", metavar="key=value", help=overrides_help)
+    add("overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100")
 
 
 def _add_dry_run(add: Callable[..., Any], where: str = "") -> None:
@@ -321,10 +295,8 @@ def _add_dry_run(add: Callable[..., Any], where: str = "") -> None:
 
 def _add_resume(add: Callable[..., Any]) -> None:
     """Adds --resume to a command, through its `add_argument`: None without the flag, `latest` for the bare flag."""
-    resume_help = (
-        "resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
-        "step folder"
-    )
+    resume_help = """resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or
+        from a step folder"""
     add("--resume", nargs="?", const="latest", metavar="WHAT", help=resume_help)
 
 

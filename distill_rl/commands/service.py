@@ -60,8 +60,7 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
         metadata[runs.STEPS] = str(checked.facts.total_steps)
     command = entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)])
     try:
-        variables = {"env_vars": _environment(config)}
-        service.submit(command, submission_id, runtime_env=variables, metadata=metadata)
+        service.submit(command, submission_id, runtime_env={"env_vars": _environment(config)}, metadata=metadata)
     except DistillError:
         _withdraw(service, file)
         raise

@@ -50,8 +50,7 @@ def train(
         opened = checked.require_run()
     for note in checked.notes:
         say(f"note      {note}")
-    command = run.command_line(path, overrides)
-    return run.train(opened, checked.facts, Signals(), clean=clean, command=command)
+    return run.train(opened, checked.facts, Signals(), clean=clean, command=run.command_line(path, overrides))
 
 
 def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
@@ -91,5 +90,4 @@ def gather_capture(
     Args:
         out: the absolute path of the store.
     """
-    change = partial(to_capture, out=out)
-    return gather(source, overrides, settings, say=say_of_data, change=change, trains=False)
+    return gather(source, overrides, settings, say=say_of_data, change=partial(to_capture, out=out), trains=False)

@@ -174,8 +174,7 @@ def quickstart(
     scores = score_all(made, paths, control, half, seed=seed)
     summary = summarise(scores, seed=seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
     write_json(paths.root / "summary.json", summary)
-    evaluation = of_run(paths.root, [control.root])
-    report = write_report(paths.root, comparisons=[control.root], evaluation=evaluation)
+    report = write_report(paths.root, comparisons=[control.root], evaluation=of_run(paths.root, [control.root]))
     print_table(scores, summary)
     for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
         say(f"{name:<9} {path}")

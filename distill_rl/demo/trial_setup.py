@@ -514,9 +514,8 @@ def settings_of(request: TrialRequest, chosen: Settings) -> Settings:
 def _gather(request: TrialRequest, chosen: Settings, problems: Sequence[str]) -> Checked:
     """Checks a training with these settings and the user's."""
     checked = gather(settings_of(request, chosen), request.overrides, clean=True, say=say_of_data)
-    lines = [*problems, *map(in_words, (*checked.problems, *checked.unreachable))]
-    if checked.problems or checked.unreachable:
-        raise ConfigError.many(dict.fromkeys(lines))
+    if found := (*checked.problems, *checked.unreachable):
+        raise ConfigError.many(dict.fromkeys([*problems, *map(in_words, found)]))
     return checked
 
 

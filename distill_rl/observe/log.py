@@ -47,10 +47,7 @@ def setup_console() -> None:
     logger.setLevel(logging.DEBUG)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Console)]:
         logger.removeHandler(handler)
-    console = _Console()
-    console.setLevel(LEVELS[level])
-    console.setFormatter(_Printable("%(levelname)s: %(message)s"))
-    logger.addHandler(console)
+    logger.addHandler(_Console("%(levelname)s: %(message)s", LEVELS[level]))
 
 
 @contextmanager
@@ -114,9 +111,7 @@ def log_to_stderr() -> None:
     """Writes the package's messages of level info and above to stderr, which Ray keeps in a file for each of its workers."""
     logger = get()
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
-        handler = _Console()
-        handler.setFormatter(_Printable(_FORMAT))
-        logger.addHandler(handler)
+        logger.addHandler(_Console(_FORMAT))
         logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
 
 
@@ -173,8 +168,9 @@ class _Printable(logging.Formatter):
 class _Console(logging.StreamHandler[Any]):
     """Looks `sys.stderr` up for every message, because a progress bar replaces it while it is on the screen."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
+    def __init__(self, form: str, level: int = logging.NOTSET) -> None:
+        logging.Handler.__init__(self, level)
+        self.setFormatter(_Printable(form))
 
     @property
     def stream(self) -> Any:

@@ -27,11 +27,10 @@ Metrics = Mapping[str, Metric]
 
 
 class Described(NamedTuple):
-    """What a recorded number is."""
+    """What a recorded number is; in words the page says it."""
 
     unit: str
     reduction: Reduction
-    meaning: str
     over: str
     """What a mean is taken over and weighted by; empty for other reductions."""
 
@@ -148,7 +147,7 @@ What `metrics.jsonl`, TensorBoard, the trackers, Prometheus and the report call 
 | `faults/unlabelled_steps` | faults | last | steps without a label since the start of this attempt; absent while there are none |  |
 """
 """The text of docs/metrics.md."""
-_ROW = re.compile(r"^\| `(.+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(.+)` \| (.*) \| (.*) \| .* \| (.*) \|$", re.MULTILINE)
 METRICS: Mapping[str, Described] = {name: Described(*cells) for name, *cells in _ROW.findall(PAGE)}
 """Every metric that a run records. A part in capitals stands for one name, of a teacher unless it says otherwise."""
 

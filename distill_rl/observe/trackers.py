@@ -203,8 +203,7 @@ def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Rep
         reply: called with `ready`, then `took N` after each record that was sent (N in all), or with the text of a
             warning.
     """
-    start = json.loads(lines.readline())
-    tracker = _connect(make, start, reply)
+    tracker = _connect(make, json.loads(lines.readline()), reply)
     reply("ready")
     num_taken = 0
     for line in lines:

@@ -312,8 +312,6 @@ def _seconds(parts: list[CostPart], step: Step, cluster: Cluster, tp: int) -> fl
 
 def _reductions(model: ModelFacts, tokens: int, cluster: Cluster, tp: int, per_layer: int) -> float:
     """The time of the sums over tensor-parallel ranks for some tokens."""
-    if tp == 1:
-        return 0.0
     return model.num_layers * per_layer * cluster.all_reduce(BF16 * tokens * model.hidden_size, tp)
 
 

@@ -237,8 +237,7 @@ def suggestions(config: Config, facts: Facts) -> list[str]:
         return []
     cluster = costs.Cluster(split.gpus)
     found = predict(config, facts, cluster, split)
-    lines = _interval(config, found), _look_ahead(config, facts, cluster, found)
-    return [line for line in lines if line]
+    return [line for line in (_interval(config, found), _look_ahead(config, facts, cluster, found)) if line]
 
 
 def _split(config: Config) -> Split | None:

@@ -21,11 +21,9 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _CONNECT_S = 5.0
 _REQUEST_S = 60.0
-_NO_CLUSTER = (
-    "submit, status, logs and stop need a running Ray cluster with its dashboard: start one (docs/operations.md, Service), "
-    "or reach the one of another machine by ssh -N -L 8265:127.0.0.1:8265 HEAD; `distill-rl train` needs none, and the "
-    "log of its run is in the run directory"
-)
+_NO_CLUSTER = """submit, status, logs and stop need a running Ray cluster with its dashboard: start one (docs/operations.md,
+    Service), or reach the one of another machine by ssh -N -L 8265:127.0.0.1:8265 HEAD; `distill-rl train` needs none, and
+    the log of its run is in the run directory"""
 
 
 class Service:

@@ -280,8 +280,7 @@ def page_data(runs: Sequence[ReportRun], drawn: Sequence[Section], scored: Seque
     limit = max(MIN_POINTS, MAX_POINTS // len(runs))
     in_order = [*scored, *(chart for section in drawn for chart in section.charts)]
     curves = [chart.data(steps, limit) for chart in in_order]
-    names = [run.name for run in runs]
-    return {"runs": names, "steps": list(steps), "charts": curves, "samples": samples(runs)}
+    return {"runs": [run.name for run in runs], "steps": list(steps), "charts": curves, "samples": samples(runs)}
 
 
 # The charts of the report as data: curves, thinned, which the page's script draws.
@@ -390,8 +389,7 @@ def stacked_chart(title: str, curves: Sequence[Curve], unit: str) -> Chart | Non
         notes = [f"step {steps[totals.index(peak)]:,.0f}: {number(peak)} {unit}, cut off"]
     shown = []
     for curve in curves:
-        share = sum(curve.values) / sum(totals)
-        label = f"{curve.label} {share:.0%}"
+        label = f"{curve.label} {sum(curve.values) / sum(totals):.0%}"
         shown.append(Curve(label, thin(curve.points, MAX_AREA_POINTS), curve.run, exact=True))
     return Chart(title, shown, notes, stacked=True, ceiling=ceiling)
 
@@ -591,9 +589,7 @@ SPLITS = {
     "nll_loss": "Cross-entropy with the data (CE)",
     "loss": "Loss: KD and CE with their weights",
     "top1_agreement": "Top-1 agreement with the teacher",
-    "acceptance": ACCEPTANCE,
-    "acceptance_low": ACCEPTANCE,
-    "acceptance_high": ACCEPTANCE,
+    **dict.fromkeys(("acceptance", "acceptance_low", "acceptance_high"), ACCEPTANCE),
     **dict.fromkeys(("student_entropy", "teacher_entropy", "teacher_entropy_low", "teacher_entropy_high"), ENTROPY),
     "tokens": "Labelled tokens",
 }
