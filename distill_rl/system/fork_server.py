@@ -367,8 +367,10 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(request["folder"])
     _take_environment(request)
-    with suppress(OSError):
+    try:
         os.setpgid(0, request["group"])
+    except OSError:  # of another session; Ray kills the group of a worker that has ended, which must not be the server's
+        os.setpgid(0, 0)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
