@@ -46,8 +46,8 @@ def find(paths: Sequence[Path]) -> Evaluation:
         ConfigError: paths without a result; all of them are listed.
     """
     found = [(path, _model_folders(path)) for path in paths]
-    if problems := [_no_results(path) for path, folders in found if not folders]:
-        raise ConfigError.many(problems)
+    problems = [_no_results(path) for path, folders in found if not folders]
+    ConfigError.raise_all(problems)
     names = _labels(list(dict.fromkeys(folder for _, folders in found for folder in folders)))
     unread = dict(names)
     scores: list[Score] = []
@@ -146,8 +146,7 @@ def read_items(file: Path) -> Items:
                 items[item_id] = item
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror) from error
-    if problems:
-        raise DataError.many(problems)
+    DataError.raise_all(problems)
     return items
 
 

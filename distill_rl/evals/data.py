@@ -90,8 +90,7 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
             if len(problems) == MAX_PROBLEMS:
                 problems.append(f"{row.file}: stopped after {MAX_PROBLEMS} bad rows")
                 break
-    if problems:
-        raise DataError.many(problems)
+    DataError.raise_all(problems)
     return converted
 
 
@@ -121,8 +120,7 @@ def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns) -> No
                 problems.append(str(DataError(str(file), rule, listed)))
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more files with wrong columns"]
-    if problems:
-        raise DataError.many(problems)
+    DataError.raise_all(problems)
 
 
 def first_value(row: Row, names: Sequence[str]) -> Any:

@@ -271,8 +271,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
                 problems += [f"{what}: {line}" for line in lines]
         except DistillError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
 
 
 @dataclass

@@ -137,8 +137,7 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
     if lora.rank > widest:
         rule = f"must not exceed the {widest} features of the widest layer with an adapter"
         problems.append(problem(f"{KEY}.rank", rule, lora.rank, f"use {widest} or less, or train without student.lora"))
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     if outline.tied and whole & {*outline.tables}:
         whole |= {*outline.tables}
     names = tuple(name for name in outline.linear if name in adapted)

@@ -103,8 +103,9 @@ def choose(
     if attention == "varlen" and package is None:
         raise ConfigError(key, str(blocked["torch"]), attention, "set it to auto")
     if spread:
-        if missing := spread_problems(hf_config, "student.parallel.sp" if training else "teachers[].parallel.sp"):
-            raise ConfigError.many(missing)
+        ConfigError.raise_all(
+            spread_problems(hf_config, "student.parallel.sp" if training else "teachers[].parallel.sp")
+        )
         if attention == "flash_attention_2":
             if blocked["flash_attn"] is not None:
                 raise ConfigError(key, blocked["flash_attn"], attention, "set it to auto")

@@ -78,8 +78,7 @@ def load_model(
     folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder, quantized=quantization == AS_STORED)
     family = families.family_of(config)
-    if problems := families.sequence_parallel_problems(config, world.sp, world.tp, f"{key}.parallel.sp"):
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(families.sequence_parallel_problems(config, world.sp, world.tp, f"{key}.parallel.sp"))
     chosen = choose(settings, config, packing=packing, no_kernel=varlen.no_kernel(world.device), spread=world.sp > 1)
     if world.rank == 0:
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)

@@ -212,8 +212,7 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
     """
-    if problems := tensor_parallel_problems(model.config, tp_mesh.size()):
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(tensor_parallel_problems(model.config, tp_mesh.size()))
     _apply_plan(model, tp_mesh, family.outer_plan if family.layer_plan else _outer_plan(model))
     # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())

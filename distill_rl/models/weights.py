@@ -133,8 +133,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        if problems := weight_problems(f"model {folder}", folder):
-            raise ConfigError.many(problems)
+        ConfigError.raise_all(weight_problems(f"model {folder}", folder))
         try:
             handles = [safe_open(file, framework="pt") for file in weight_files(folder)]
         except SafetensorError as error:
@@ -292,8 +291,7 @@ def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
             problems.append(str(ConfigError(what, rule, str(list(fused.shape)))))
         if len(dtypes := {files.dtype(one) for one in fused.names}) > 1:
             problems.append(str(ConfigError(what, "these must have one dtype", ", ".join(map(str, dtypes)))))
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return found
 
 

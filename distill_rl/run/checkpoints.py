@@ -492,8 +492,7 @@ def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
         if current.get(name) != value:
             values = f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}"
             problems.append(str(CheckpointError(f"the {name} of this run", rule, values, remedy)))
-    if problems:
-        raise CheckpointError.many(problems)
+    CheckpointError.raise_all(problems)
 
 
 def _short(fingerprint: str) -> str:

@@ -369,8 +369,8 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
     _take_environment(request)
     try:
         os.setpgid(0, request["group"])
-    except OSError:  # of another session; Ray kills the group of a worker that has ended, which must not be the server's
-        os.setpgid(0, 0)
+    except OSError:
+        os.setpgid(0, 0)  # not the server's, all of which would end with this worker: Ray kills its group
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:

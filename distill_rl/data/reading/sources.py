@@ -367,8 +367,7 @@ def open_source(
             raise
         except DataError as error:
             problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
-    if problems:
-        raise DataError.many(problems)
+    DataError.raise_all(problems)
     return mixture_of(data, opened)
 
 

@@ -162,8 +162,7 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
     folder, what = Path(model_dir).expanduser(), what or f"model {model_dir}"
     if not folder.is_dir():
         raise ConfigError(what, "must be a folder", "no such folder", "evaluation reaches no hub")
-    if problems := folder_problems(what, folder):
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(folder_problems(what, folder))
     return folder
 
 

@@ -116,8 +116,7 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
             problems.append(str(ConfigError("suites", rule, f"{same[0]} and {name} are both {suite.name!r}")))
         else:
             suites[name] = suite
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return suites
 
 
@@ -142,8 +141,7 @@ def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
         raise
     except (Exception, SystemExit) as error:
         raise _failed(path, "load() must work", error) from error
-    if problems := _question_problems(f"suite {path}", questions):
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(_question_problems(f"suite {path}", questions))
     return questions
 
 
@@ -201,8 +199,7 @@ def _run_file(path: Path, changed: int) -> Suite:
     if missing:
         rule = "SUITE must have all attributes of a suite"
         problems.insert(0, str(ConfigError(what, rule, f"no {', '.join(missing)}")))
-    if problems:
-        raise ConfigError.many(problems)
+    ConfigError.raise_all(problems)
     return cast(Suite, suite)
 
 
