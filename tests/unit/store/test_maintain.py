@@ -138,6 +138,18 @@ def test_merge_copies_every_piece_once_with_its_targets(tmp_path):
     assert maintain.merge([one.folder, two.folder], out).startswith("merged     0 pieces"), "it has all of them"
 
 
+@pytest.mark.parametrize("format", ["exact", "compact"])
+def test_a_merged_piece_is_stored_as_in_its_source(tmp_path, format):
+    source = make_store(tmp_path / "source", records(), format=format)
+    maintain.merge([source.folder], tmp_path / "out")
+    (before,), (after,) = source.shards, Store(tmp_path / "out").shards
+    for i in range(len(records())):
+        theirs, ours = before.targets(i), after.targets(i)
+        assert theirs.keys() == ours.keys()
+        for name, column in theirs.items():
+            assert (ours[name].dtype, ours[name].values.tobytes()) == (column.dtype, column.values.tobytes())
+
+
 def test_merge_keeps_the_longer_piece_and_drops_its_beginning(tmp_path):
     store = make_store(tmp_path / "store", [record_of("one", range(6))], [record_of("one", range(3), whole=False)])
     assert maintain.merge([store.folder], tmp_path / "out").startswith("merged     1 pieces")
