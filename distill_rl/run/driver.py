@@ -8,6 +8,7 @@ checkpoints follow between two steps.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -184,17 +185,21 @@ class Driver:
         Raises:
             DistillError: something failed that cannot be recovered from, or `faults.student_restarts` is spent.
         """
-        while True:
-            try:
-                return self.train()
-            except HostLost as lost:
-                self.save_what_is_left(lost)
-                raise
-            except DistillError as error:
-                self.parts.close()
-                self.timer.flush()  # of a step that will be done again
-                with self.timer.part("recovery"):
-                    self.restart(error)
+        gc.freeze()  # what is imported stays; to look through all of it takes Python a fifth of a second of some step
+        try:
+            while True:
+                try:
+                    return self.train()
+                except HostLost as lost:
+                    self.save_what_is_left(lost)
+                    raise
+                except DistillError as error:
+                    self.parts.close()
+                    self.timer.flush()  # of a step that will be done again
+                    with self.timer.part("recovery"):
+                        self.restart(error)
+        finally:
+            gc.unfreeze()
 
     def restart(self, error: DistillError) -> None:
         """Starts the student again after `error`, and begins again at the newest checkpoint, or where this run began.
