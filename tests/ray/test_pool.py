@@ -206,6 +206,12 @@ def test_a_killed_aligner_costs_only_its_part(open_pool, tmp_path):
     assert opened.pool.restarts == 1
 
 
+def test_a_batch_that_is_tried_again_goes_before_later_ones(open_pool, tmp_path):
+    texts, log = {3: f"ONCE {tmp_path / 'marker'}"}, tmp_path / "log"
+    settled(open_pool(1), batch(0, texts, log=str(log)), *(batch(index, log=str(log)) for index in (1, 2)))
+    assert [line.partition(",")[0] for line in log.read_text().splitlines()] == ["[0", "[0", "[8", "[16"]
+
+
 def test_a_row_that_spoils_its_batch_is_left_out(open_pool):
     opened = open_pool(1)
     results = settled(opened, batch(0, {5: "SPOILS"}), batch(1))
