@@ -143,10 +143,8 @@ class TokenSide:
 
 
 def _as_slice(positions: np.ndarray) -> slice | np.ndarray:
-    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself.
-
-    Slicing an array makes a view, indexing makes a copy.
-    """
+    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself."""
+    # Slicing an array makes a view, indexing makes a copy.
     if not len(positions):
         return slice(0, 0)
     first, stop = int(positions[0]), int(positions[-1]) + 1

@@ -247,5 +247,5 @@ def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator
             continue
         method = files.method_of(opened.config) or ""
         if missing := files.missing_packages(method, on_gpu=gpus > 0):
-            rule = f"{method} weights need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not attention.installed"
+            rule = f"{method} weights need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
             yield problem(key, rule, AS_STORED, f"pip install {' '.join(missing)}")

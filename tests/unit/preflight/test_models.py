@@ -11,8 +11,8 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig
 from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.models import attention
 from distill_rl.models.files import read_config
-from distill_rl.preflight.models import attention_problems, class_problems, width_problems
-from distill_rl.run.opened import OpenedModel
+from distill_rl.preflight.models import attention_problems, class_problems, stored_problems, width_problems
+from distill_rl.run.opened import OpenedModel, OpenedTeacher
 from tests.helpers.zoo import write_family
 
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
@@ -162,6 +162,23 @@ def test_documents_are_not_packed_beyond_what_counts_from_the_start_of_a_row(
     assert list(class_problems(config, [other], gpus=0)) == [wanted.format("teachers.0", "teachers.0")]
     config.data.packing = False
     assert list(class_problems(config, [student, other], gpus=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "missing", "verb"), [("hqq", ["hqq"], "is"), ("gptq", ["optimum", "gptqmodel"], "are")]
+)
+def test_packages_that_quantised_weights_need_are_named(
+    tmp_path: Path, method: str, missing: list[str], verb: str
+) -> None:
+    settings, config = (
+        TeacherConfig(model="t", quantization="as_stored"),
+        LlamaConfig(quantization_config={"quant_method": method}),
+    )
+    teacher = OpenedTeacher("teachers.0", "teacher t", settings, config=config, folder=tmp_path)
+    assert list(stored_problems([teacher], gpus=0)) == [
+        f"teachers.0.quantization: {method} weights need {' and '.join(missing)}, which {verb} not installed; "
+        f"got as_stored; pip install {' '.join(missing)}"
+    ]
 
 
 @pytest.mark.parametrize(
