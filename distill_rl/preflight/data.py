@@ -25,7 +25,7 @@ from distill_rl.data.reading.sources import each_source
 from distill_rl.data.routing import plain_value, plain_values, weights_of
 from distill_rl.errors import DataError, UnreadableFile, problem
 from distill_rl.preflight.pairs import check_alignment, template_problems
-from distill_rl.preflight.rows import check_chats, check_labels
+from distill_rl.preflight.rows import Documents, check_chats, check_labels
 from distill_rl.preflight.stores import compare_documents
 from distill_rl.run.opened import OpenedRun, RunFindings
 from distill_rl.run.shared_vocabulary import some
@@ -40,8 +40,6 @@ _SHOWN_VALUES = 6
 """Most values of a column that are named."""
 _STEPS = 256
 """Most steps over which means of a sample are taken."""
-
-Documents = Sequence[Mapping[str, Any]]
 
 
 def data_facts(
