@@ -343,7 +343,7 @@ class CheckpointStore:
         self.scores.drop_after(step)
         for path in self._folders():
             if _step(path) > step:
-                kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
+                kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(4)}")
                 path.rename(kept)
                 log.warning("%s is of a later step than the one resumed from; kept as %s", path, kept.name)
 

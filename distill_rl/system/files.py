@@ -507,7 +507,7 @@ def point_at(link: Path, name: str) -> None:
     A folder in its place, which a copy that followed links has made of it, is kept as `copied-NAME-…`.
     """
     if link.is_dir() and not link.is_symlink():
-        link.rename(link.with_name(f"copied-{link.name}-{secrets.token_hex(2)}"))
+        link.rename(link.with_name(f"copied-{link.name}-{secrets.token_hex(4)}"))
     fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     fresh.symlink_to(name)
     fresh.replace(link)
@@ -542,3 +542,12 @@ def private_directory() -> Path:
     directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def private_folder() -> Path:
+    """Makes and returns an empty folder in `private_directory()`. Its name is short, as socket paths in it must be."""
+    while True:
+        path = private_directory() / secrets.token_hex(2)
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path

@@ -81,16 +81,14 @@ class ForkServer:
     """While entered, Ray that this process starts has its Python processes forked. Entering waits for no import."""
 
     def __enter__(self) -> None:
-        import secrets
         import shlex
         import subprocess
 
-        from distill_rl.system.files import private_directory
+        from distill_rl.system.files import private_folder
         from distill_rl.system.redact import allowed_variables
         from distill_rl.system.signals import signals_blocked
 
-        folder = private_directory() / secrets.token_hex(2)
-        folder.mkdir()
+        folder = private_folder()
         listening = [_listen(folder / name) for name in (_SERVICES, _WORKERS)]
         numbers = [sock.fileno() for sock in listening]
         arguments = (f"{folder}/", os.getpid(), *numbers)

@@ -24,7 +24,7 @@ from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.files import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.system import fork_server
-from distill_rl.system.files import private_directory
+from distill_rl.system.files import private_directory, private_folder
 from distill_rl.system.fork_server import FOR_WORKERS
 from distill_rl.system.memory import object_store_room, object_store_size
 from distill_rl.system.redact import allowed_variables
@@ -137,7 +137,7 @@ def _local_ray(
     # A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
     # If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this process if tokens are in
     # use.
-    directory = private_directory() / secrets.token_hex(2)
+    directory = private_folder()
     if access.required():
         # Ray's processes get the token as a file, because environments are easily printed.
         if os.environ.get("RAY_AUTH_TOKEN"):
@@ -178,7 +178,7 @@ def _local_ray(
             end(roots, _END_S)
             shutil.rmtree(directory, ignore_errors=True)
             interrupted()
-            directory = private_directory() / secrets.token_hex(2)
+            directory = private_folder()
         hosts.watch(roots)
         if address := context.dashboard_url:
             port = address.rpartition(":")[2]

@@ -58,3 +58,9 @@ def test_appended_lines_are_on_the_disk_and_end_a_half_line(tmp_path):
     assert ended.calls == [f"fsync {path} "]
     append_json_lines(path, [])
     assert list(read_json_lines(path)) == [{"a": 1}, {"c": 3}]
+
+
+def test_private_folders_are_never_shared(tmp_path, monkeypatch):
+    # Two bytes name a folder: among 2,000 names some are equal, but for one time in 10^13.
+    monkeypatch.setattr(files, "private_directory", lambda: tmp_path)
+    assert len({files.private_folder() for _ in range(2000)}) == len(list(tmp_path.iterdir())) == 2000
