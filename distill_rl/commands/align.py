@@ -47,7 +47,8 @@ class TokenizerPair:
             ConfigError: a tokenizer that is missing or slow.
         """
         from distill_rl.align import TokenAligner
-        from distill_rl.models.files import configured_stops, read_tokenizer
+        from distill_rl.models.files import read_tokenizer
+        from distill_rl.models.stops import configured_stops
 
         self.student, self.teacher = read_tokenizer(student), read_tokenizer(teacher)
         stops = configured_stops(student), configured_stops(teacher)

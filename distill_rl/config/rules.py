@@ -12,7 +12,7 @@ from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, w
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
-from distill_rl.config.schema import Config, models
+from distill_rl.config.schema import MIXED, Config, models
 from distill_rl.config.schema.backends import SECTIONS
 from distill_rl.config.schema.data import data_problems
 from distill_rl.config.schema.slurm import slurm_problems
@@ -407,8 +407,8 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
         yield "no teacher is started", *_TEACHERS
     if only("uld", "strict"):
         yield "the losses uld and strict have a divergence of their own", "loss.divergence", "loss.beta"
-    if config.loss.divergence in ("forward_kl", "reverse_kl", "tvd"):
-        yield "only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture weight", "loss.beta"
+    if config.loss.divergence not in MIXED:
+        yield f"only {', '.join(MIXED[:-1])} and {MIXED[-1]} have a mixture weight", "loss.beta"
     if none("hybrid", "xtoken") and ("topk" not in exports or none(TOKENS)):
         yield (
             "it applies where a top k is compared: token by token with export topk, and in the losses hybrid and xtoken",

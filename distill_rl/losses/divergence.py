@@ -6,9 +6,12 @@ the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions define it:
     value   f(p, q)
     slope   ∂f/∂(log q) = q · ∂f/∂q
 
-because q is a softmax of u, so that ∂D/∂u_v = slope_v − q_v · Σ_w slope_w. To add one: a class with these two lines,
-an entry in `DIVERGENCES`, its name in `LossConfig.divergence` of `config/schema/`, and a line each in `LOG_DIVERGENCES`
-and `BALANCES` of `reference.py`, from which the tests take the truth.
+because q is a softmax of u, so that ∂D/∂u_v = slope_v − q_v · Σ_w slope_w. To add one:
+
+1. a class with these two lines, and its entry in `DIVERGENCES`; with β also what it is at β = 0 (`_AT_ZERO`);
+2. its name in `LossConfig.divergence` of `config/schema/`, with β also in `MIXED`, and in docs/configuration.md, which
+   is generated;
+3. a line each in `LOG_DIVERGENCES` and `BALANCES` of `reference.py`, from which the tests take the truth.
 """
 
 from __future__ import annotations

@@ -461,34 +461,6 @@ def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBas
     return read_tokenizer(path, revision)
 
 
-def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int, ...]:
-    """Returns the ids that end an answer of the model: one, several or none.
-
-    They are `eos_token_id` of generation_config.json or, if there is no such file, of config.json. There are none if
-    the file does not set it, or in a folder without both files.
-
-    Raises:
-        ConfigError: the file is not a JSON object, or as in `resolve`.
-    """
-    folder = resolve(path, revision)
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        file = folder / "config.json"
-    if not file.is_file():
-        return ()  # a folder with a tokenizer only
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        ends = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"model {path}", f"{file.name} must be JSON", str(error), "copy it again") from error
-    return tuple(token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int))
-
-
-def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
-    """The ids that end an answer of a model's settings, as in `configured_stops`."""
-    return configured_stops(*described_by(model))
-
-
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 (hex) over everything that determines the ids of a text and the meaning of an id.
 

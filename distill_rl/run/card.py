@@ -13,7 +13,7 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.config.measured import SUITE_SCORE, is_suite_score, is_validated
 from distill_rl.config.save import fingerprint, to_yaml
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import MIXED, Config, TeacherConfig
 from distill_rl.models.files import Licence, licence_of
 from distill_rl.observe.log import printable
 from distill_rl.observe.report.report import template_environment
@@ -214,8 +214,7 @@ def _loss(config: Config, methods: Sequence[str | None]) -> str:
     balance = f" + {loss.router_weight:g} x balance of experts" if loss.router_weight else ""
     if not teachers:
         return f"CE with the data{balance}"
-    mixed = loss.divergence in ("jsd", "skewed_forward_kl", "skewed_reverse_kl")
-    divergence = f"{loss.divergence}, beta = {loss.beta:g}" if mixed else loss.divergence
+    divergence = f"{loss.divergence}, beta = {loss.beta:g}" if loss.divergence in MIXED else loss.divergence
     compared = sorted({_compared(config, teacher, method) for teacher, method in zip(teachers, methods)})
     kd = f"KD ({divergence}, {' and '.join(compared)}, T = {loss.temperature:g})"
     if loss.dynamic_scale != "off":

@@ -27,6 +27,7 @@ from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
 from distill_rl.models import files as model_files
 from distill_rl.models.classes import survey
+from distill_rl.models.stops import configured_stops
 from distill_rl.run.shared_vocabulary import SharedVocabulary, shared_vocabulary, some, tokens_beyond
 from distill_rl.store.store import TEACHER, Store, read_manifest, served_identity
 from distill_rl.types import DocumentBatch, TrainState
@@ -160,7 +161,7 @@ class OpenedModel:
         if self.tokenizer is not None:
             return
         tokenizer, described = model_files.tokenizer_of(self.settings), described_by(self.settings)
-        self.stops = model_files.configured_stops(*described)
+        self.stops = configured_stops(*described)
         self.folder = model_files.resolve(*described)
         if self.has_config and (self.folder / "config.json").is_file():
             self.config = model_files.read_config(*described, quantized=self.settings.may_be_quantized)
@@ -186,7 +187,7 @@ class OpenedModel:
         if not self.has_config:
             if (folder := _located(key, path, None, findings)) is not None:
                 self.folder = folder
-                self.stops = findings.attempt(key, partial(model_files.configured_stops, folder)) or ()
+                self.stops = findings.attempt(key, partial(configured_stops, folder)) or ()
                 self._open_tokenizer(folder, findings)
             return
         folder = _located(f"{self.key}.model", path, revision, findings)
@@ -213,7 +214,7 @@ class OpenedModel:
         self.folder = folder
         read = partial(model_files.read_config, folder, quantized=self.settings.may_be_quantized)
         self.config = findings.attempt(key, read)
-        self.stops = findings.attempt(key, partial(model_files.configured_stops, folder)) or ()
+        self.stops = findings.attempt(key, partial(configured_stops, folder)) or ()
         if self.config is not None and not getattr(self.config, "num_attention_heads", None):
             rule = f"must be a model with attention; {self.config.model_type} has no attention heads"
             findings.problems.append(problem(key, rule, None, "use a transformer, such as Llama, Qwen or Mistral"))

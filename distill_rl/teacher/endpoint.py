@@ -294,7 +294,7 @@ class Client:
 
         Raises:
             Refused: the server will not do it.
-            Down: the server does not answer now, or its answer is not complete after `timeout_s`.
+            Down: the server does not answer now, or its answer is not complete after `request_timeout_s`.
             WorkerError: the answer is longer than `limit` bytes.
         """
         headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}

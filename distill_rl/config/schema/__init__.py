@@ -35,6 +35,10 @@ class RunConfig:
     """Seed of the data order, the validation split, dropout and every other random draw."""
 
 
+MIXED = ("jsd", "skewed_forward_kl", "skewed_reverse_kl")
+"""The divergences with a mixture weight, `loss.beta`."""
+
+
 @dataclass
 class LossConfig:
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = (

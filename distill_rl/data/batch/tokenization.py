@@ -102,7 +102,7 @@ class Tokenization:
         data: which turns are trained on, and how documents are read and cut.
         format: what the rows hold; `data.format` may leave that open. Only "text" matters here, which does not go with
             turns to train on; each document is read by what it holds.
-        stops: ids at which generation stops, besides the tokenizer's eos: the student's, `models.files.stops_of`.
+        stops: ids at which generation stops, besides the tokenizer's eos: the student's, `models.stops.stops_of`.
 
     Raises:
         DataError: a slow tokenizer; turns to train on with `format` "text".

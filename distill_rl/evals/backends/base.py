@@ -16,7 +16,8 @@ from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.tokenization import KnownIds, unknown_token
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files import configured_stops, folder_problems, read_config, read_tokenizer
+from distill_rl.models.files import folder_problems, read_config, read_tokenizer
+from distill_rl.models.stops import configured_stops
 from distill_rl.models.vllm import EngineSettings
 
 BackendName = Literal["hf", "vllm"]

@@ -11,7 +11,8 @@ from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization
-from distill_rl.models.files import stops_of, tokenizer_of
+from distill_rl.models.files import tokenizer_of
+from distill_rl.models.stops import stops_of
 from distill_rl.store.store import Store
 
 Reader = tuple[Any, Sequence[int]]

@@ -11,13 +11,13 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import files
 from distill_rl.models.files import (
     HubUnreachable,
-    configured_stops,
     read_config,
     read_tokenizer,
     resolve,
     tokenizer_hash,
     vocabulary_size,
 )
+from distill_rl.models.stops import configured_stops
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 

@@ -18,12 +18,12 @@ from distill_rl.models.classes import examine
 from distill_rl.models.export import export_model
 from distill_rl.models.files import (
     architecture_problems,
-    configured_stops,
     read_config,
     read_headers,
     read_model_facts,
     read_tokenizer,
 )
+from distill_rl.models.stops import configured_stops
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.towers import FAMILIES, write_tower_model
