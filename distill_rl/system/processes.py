@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 
 from distill_rl.errors import WorkerError
 from distill_rl.system.fork_server import LAUNCHER, end_with, launcher
-from distill_rl.system.signals import requests
+from distill_rl.system.signals import requests, signals_blocked
 
 # A function called in a process of its own, with a deadline.
 
@@ -44,12 +44,14 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
         WorkerError: the process died or took too long.
         Exception: what the function raised.
     """
-    context = get_context("spawn")
+    context, blocked = get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments), daemon=True)
+    process = context.Process(target=_answer, args=(sender, blocked, function, arguments), daemon=True)
     with receiver:
         try:
-            with sender:  # closed here once the child has its own, so that the child's death ends the wait
+            # A signal while it starts would end both sides in the midst of it, and the child would print where it was.
+            # The sender is closed here once the child has its own, so that the child's death ends the wait.
+            with signals_blocked(signal.SIGINT), sender:
                 context.set_executable(launcher())
                 process.start()
             if not receiver.poll(deadline_s):
@@ -70,9 +72,10 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
     return result
 
 
-def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(sender: Connection, blocked: set[int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """The new process: sends the function's result and None, or None and what it raised."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent ends this one
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
         answer: tuple[Any, Exception | None] = function(*arguments), None
     except Exception as error:

@@ -151,13 +151,13 @@ def requests() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Defers PREEMPT to this thread until the block ends. Processes started inside never receive them.
+def signals_blocked(*more: signal.Signals) -> Iterator[None]:
+    """Defers PREEMPT, and more, to this thread until the block ends. Processes started inside never receive them.
 
     A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
     save. We end those processes ourselves.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PREEMPT, *more))
     try:
         yield
     finally:

@@ -11,6 +11,14 @@ from tests.helpers.command import distill_rl, series
 pytestmark = pytest.mark.cli
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """SIGHUP is not ignored, as it is below `nohup`; a run ignores what it inherits as ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, tmp_path):
     """SIGTERM stops the run, SIGUSR1 and SIGHUP the resumed run."""
     before: set[str] = set()

@@ -12,6 +12,8 @@ import pytest
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.system.processes import call_in_child
 
+BLOCKED_ON_IMPORT = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
 
 @pytest.fixture(autouse=True)
 def nothing_left():
@@ -22,6 +24,10 @@ def nothing_left():
 
 def _pid_and(*values: int) -> tuple[int, ...]:
     return os.getpid(), *values
+
+
+def _blocked() -> tuple[set[int], set[int]]:
+    return BLOCKED_ON_IMPORT, signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def _refuse() -> None:
@@ -40,6 +46,15 @@ def test_result_comes_from_another_process():
     pid, *values = call_in_child("it", _pid_and, 1, 2, deadline_s=60)
     assert values == [1, 2]
     assert pid != os.getpid()
+
+
+def test_no_signal_ends_a_process_while_it_starts():
+    """It would print a traceback, as its parent would that has started half of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    starting, running = call_in_child("it", _blocked, deadline_s=60)
+    assert starting >= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    assert running == set()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_an_exception_is_raised_here():
