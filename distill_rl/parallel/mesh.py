@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -126,6 +125,8 @@ def listen_on_loopback() -> None:
 
     They admit whoever reaches them. Only before `open_world`, and if all ranks are on this node.
     """
+    import psutil  # not at the top: the GPU check runs without it
+
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == LOOPBACK for entry in entries):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

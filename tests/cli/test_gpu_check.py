@@ -80,6 +80,14 @@ def test_a_python_without_torch_is_bad_input(bare, tmp_path):
     assert "torch, safetensors not found; set DISTILL_RL_PYTHON" in done.stderr
 
 
+def test_the_parts_import_only_what_the_check_needs(bare):
+    files = {test.partition("::")[0] for part in PARTS for test in part.tests if not test.startswith("-")}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *sorted(files)]
+    variables = bare | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_parts_are_listed(bare):
     done = subprocess.run(["bash", str(SCRIPT), "--list"], env=bare, capture_output=True, text=True, check=True)
     assert [line.split()[0] for line in done.stdout.splitlines()] == [part.name for part in (*PARTS, *RAY_PARTS)]
