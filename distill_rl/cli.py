@@ -67,7 +67,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         if arguments is None and options.command in _TRAINING:
             output.go_on_without()
-        if options.command == "evaluate.command":
+        if options.command == "evaluate.command" or options.command in _RUNS:
             os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported, by the fork server, too
         with ForkServer() if options.command in _RUNS or _starts_ray(options) else nullcontext():
             # Only in a process of its own: a caller's Transformers must keep its models.

@@ -5,9 +5,11 @@ Python processes. `ForkServer` imports once, while the driver still checks its i
 interpreter, and the launcher has the server fork:
 
     raylet ──starts──► launcher ──command, environment, open files──► server ──forks──► worker
-                          └──── waits for it; if one ends, so does the other ───────────────┘
+                          ▲  └──── waits for it; if one ends, so does the other ───────────┘
+                          └─────────────── how the worker ended ─────────┘
 
-Whoever started the launcher so has a child that runs as long as the worker does. A command that the server does not know, or
+Whoever started the launcher so has a child that runs as long as the worker does, and that ends as it does: with its exit code
+or by its signal. A command that the server does not know, or
 a server that is gone, makes the launcher what it stands for: the interpreter with its arguments. Nothing but time depends on
 the server.
 
@@ -34,7 +36,7 @@ _WORKERS, _SERVICES = "workers", "services"
 _WORKER = "default_worker.py"
 _PROGRAMS = (_WORKER, "agent.py", "main.py", "dashboard.py", "monitor.py", "log_monitor.py")
 """Those of Ray that are forked."""
-_READ_ON_IMPORT = ("HF_", "TRANSFORMERS_")
+_READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
 """Beginnings of variables."""
 LAUNCHER = "DISTILL_RL_LAUNCHER"
 """Variable with the launcher of a server that another process has, for a command that it starts."""
@@ -44,6 +46,8 @@ _OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/kfd")
 _PR_SET_PDEATHSIG = 1
 # A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
 FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+_PID, _STATUS = b"p", b"s"
+"""First bytes of what a launcher is sent: the process id of its fork, and then how that ended, as of `waitpid`."""
 _MOST_FILES = 64
 _FIRST_SPARE = 300
 """Received files are numbered from here on, out of the way of the numbers that they are to have."""
@@ -177,24 +181,45 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
 def _launch(folder: str, python: str, arguments: list[str]) -> None:
     """Has a server run `python ARGUMENTS`, passes signals on, and ends as that does; or becomes it."""
     if name := _server_for(arguments):
-        if "-c" in arguments:
-            end_with(os.getppid())  # `multiprocessing` leaves that to the function that it calls
         server = socket.socket(socket.AF_UNIX)
         try:
             server.connect(os.path.join(folder, name))
             _send(server, arguments)
-            pid = int.from_bytes(server.recv(4), "big")
+            kind, pid = _message(server)
         except OSError:
-            pid = 0
-        if pid:
+            kind, pid = b"", 0
+        if kind == _PID:
             for number in _heard():
                 signal.signal(number, lambda number, _: os.kill(pid, number))
+            if arguments[_first(arguments)] == "-c":
+                end_with(os.getppid())  # `multiprocessing` leaves that to the function that it calls
             for number in _inherited(server):  # whoever reads them must not wait for this process
                 os.close(number)
-            code = server.recv(1)
-            os._exit(code[0] if code else 128 + signal.SIGKILL)
+            kind, status = _message(server)
+            _end_as(status if kind == _STATUS else signal.SIGKILL)  # otherwise the server was killed
         server.close()
     os.execv(python, [python, *arguments])
+
+
+def _message(server: socket.socket) -> tuple[bytes, int]:
+    """What a launcher is sent; an empty kind if there is nobody left to send it."""
+    message = server.recv(5, socket.MSG_WAITALL)
+    return message[:1], int.from_bytes(message[1:], "big")
+
+
+def _end_as(status: int) -> None:
+    """Ends this process as another one ended."""
+    import resource
+
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the other one has left its own
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
 
 
 def _heard() -> list[int]:
@@ -243,6 +268,8 @@ def _send(server: socket.socket, arguments: list[str]) -> None:
     with open("/proc/self/oom_score_adj") as file:
         oom_score = file.read()
     files = _inherited(server)
+    if len(files) > _MOST_FILES:
+        raise OSError("more files than a message can have")
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
@@ -265,7 +292,10 @@ def _send(server: socket.socket, arguments: list[str]) -> None:
 
 
 def _serve(listening: socket.socket) -> None:
-    """Forks for every launcher until the driver ends; returns only in a fork, which is to end with this process.
+    """Forks for every launcher until the driver ends; returns only in a fork.
+
+    Forks are to end with this process, but for commands, which end with their launcher, and may save before: whoever started it
+    chose the signal.
 
     Libraries read variables when they are imported, and a launcher with others gets no fork. Ray reads all of its own: what
     needs it is imported with those of the first worker. The job's id does not count, which those have not that Ray starts in
@@ -273,14 +303,31 @@ def _serve(listening: socket.socket) -> None:
     """
     import gc
     import select
+    import time
+    from contextlib import suppress
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    forks: dict[int, socket.socket] = {}  # process id → its launcher
+    ended, wake = socket.socketpair()  # receives a byte when a fork ends
+    ended.setblocking(False)
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     server, variables = os.getpid(), _chosen(dict(os.environ), _READ_ON_IMPORT)
     ray_variables: dict[str, str] | None = None
     while True:
-        if 0 in select.select([listening.fileno(), 0], (), ())[0]:
+        ready = select.select([listening.fileno(), 0, ended.fileno()], (), ())[0]
+        if 0 in ready:
             os._exit(0)
-        launcher, _ = listening.accept()
+        if ended.fileno() in ready:
+            ended.recv(1 << 12)
+            _report(forks)
+        if listening.fileno() not in ready:
+            continue
+        try:
+            launcher, _ = listening.accept()
+        except OSError:
+            time.sleep(0.1)  # too many open files, for now
+            continue
         request, files = _receive(launcher)
         is_worker = any(word.endswith(_WORKER) for word in request.get("arguments", ()))
         kinds = (*_READ_ON_IMPORT, "RAY_") if is_worker else _READ_ON_IMPORT
@@ -290,14 +337,39 @@ def _serve(listening: socket.socket) -> None:
             _take_environment(request)
             _import(_WITH_RAY)
         gc.freeze()  # or the collector would write to the memory that the forks share
-        if request and _can_fork() and own == (ray_variables if is_worker else variables) and not os.fork():
-            end_with(server)
-            listening.close()
+        pid = -1
+        if request and _can_fork() and own == (ray_variables if is_worker else variables):
+            with suppress(OSError):  # too many processes, or too little memory
+                pid = os.fork()
+        if pid == 0:
+            arguments = request["arguments"]
+            if arguments[_first(arguments)] != "-m":
+                end_with(server)
+            signal.set_wakeup_fd(-1)
+            for mine in (listening, ended, wake, *forks.values()):
+                mine.close()
             _become(launcher, request, files)
             return
-        launcher.close()
+        if pid > 0:
+            forks[pid] = launcher
+        else:
+            launcher.close()
         for file in files:
             os.close(file)
+
+
+def _report(forks: dict[int, socket.socket]) -> None:
+    """Tells the launchers of the forks that have ended how they did."""
+    from contextlib import suppress
+
+    while forks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if launcher := forks.pop(pid, None):
+            with suppress(OSError):  # it has ended, too
+                launcher.sendall(_STATUS + status.to_bytes(4, "big"))
+            launcher.close()
 
 
 def _can_fork() -> bool:
@@ -350,7 +422,8 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
     from contextlib import suppress
 
     # Its open files, under their numbers; but those of this process that are in the way are not needed.
-    launcher_file = fcntl.fcntl(launcher.detach(), fcntl.F_DUPFD_CLOEXEC, _FIRST_SPARE)
+    launcher_file = fcntl.fcntl(launcher, fcntl.F_DUPFD_CLOEXEC, _FIRST_SPARE)
+    launcher.close()
     spare = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_SPARE) for file in files]
     for file in files:
         os.close(file)
@@ -358,9 +431,12 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
         os.dup2(file, number)
         os.close(file)
     # SIGIO ends this process when the launcher ends, which closes its end of the connection.
-    os.write(launcher_file, os.getpid().to_bytes(4, "big"))
     fcntl.fcntl(launcher_file, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(launcher_file, fcntl.F_SETFL, fcntl.fcntl(launcher_file, fcntl.F_GETFL) | os.O_ASYNC)
+    try:
+        os.write(launcher_file, _PID + os.getpid().to_bytes(4, "big"))
+    except OSError:  # it has ended before
+        os._exit(1)
     # Everything else that a process inherits.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(request["folder"])
@@ -373,15 +449,11 @@ def _become(launcher: socket.socket, request: dict, files: list[int]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(request["oom_score"])
-    for number in request["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
+    for number in _PASSED_ON:
+        heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else heard)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    code = 1
-    try:
-        code = _run(request["arguments"], request["parent"])
-    finally:
-        os.write(launcher_file, bytes([code & 255]))
-    sys.exit(code)
+    sys.exit(_run(request["arguments"], request["parent"]))
 
 
 def _run(arguments: list[str], parent: int) -> int:
@@ -434,8 +506,8 @@ def _use_all_threads() -> None:
     """Gives torch the threads that it takes by itself; the server has one, because more threads cannot be forked."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        set_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-        torch.set_num_threads(int(set_threads) if set_threads.isdecimal() else len(os.sched_getaffinity(0)))
+        asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        torch.set_num_threads((int(asked) if asked.isdecimal() else 0) or len(os.sched_getaffinity(0)))
 
 
 def _import_and_serve(driver: int, services: int, workers: int) -> None:

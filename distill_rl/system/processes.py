@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import resource
 import select
@@ -14,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ from distill_rl.system.signals import requests, signals_blocked
 
 Result = TypeVar("Result")
 
+_END_S = 10.0
 _KILLED = "Linux ends a process in this way when memory runs out: use less of it"
 
 
@@ -44,7 +46,7 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
         WorkerError: the process died or took too long.
         Exception: what the function raised.
     """
-    context, blocked = get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    context, blocked = multiprocessing.get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, blocked, function, arguments), daemon=True)
     with receiver:
@@ -52,12 +54,17 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
             # A signal while it starts would end both sides in the midst of it, and the child would print where it was.
             # The sender is closed here once the child has its own, so that the child's death ends the wait.
             with signals_blocked(signal.SIGINT), sender:
-                context.set_executable(launcher())
-                process.start()
+                executable = spawn.get_executable()
+                try:
+                    spawn.set_executable(launcher())
+                    process.start()
+                finally:
+                    spawn.set_executable(executable)
             if not receiver.poll(deadline_s):
                 rule = f"its process must answer within {deadline_s:g} s"
                 raise WorkerError(what, rule, "no answer", "try again when the machine and its disks are less busy")
             result, error = receiver.recv()
+            process.join(_END_S)  # with what it holds, such as a GPU's memory
         except EOFError:
             process.join()
             found = f"exit code {process.exitcode} without an answer"
@@ -81,6 +88,7 @@ def _answer(sender: Connection, blocked: set[int], function: Callable[..., Any],
     except Exception as error:
         answer = None, error
     sender.send(answer)
+    os._exit(0)  # the parent waits
 
 
 # Runs the real command line in child processes and forwards signals to them.

@@ -62,10 +62,12 @@ def redact(tree: Any, name: str = "") -> Any:
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
     r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_HOME|HF_ENDPOINT|HF_HUB_.*|HF_DATASETS_.*|TRANSFORMERS_.*"
+    r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|DISABLE_TELEMETRY|DO_NOT_TRACK"
 )
 """The only variables of the driver's environment that its actors see."""
-SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
+SECRET = re.compile(
+    r"(?!HF_HUB_DISABLE_IMPLICIT_TOKEN$).*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE
+)
 """Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
 
 

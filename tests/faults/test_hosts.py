@@ -28,8 +28,9 @@ def kill_daemon(root: int, name: str) -> None:
     daemon.kill()
 
 
-def test_without_gcs_the_step_is_saved_before_ray_ends_the_driver(disturb):
-    with disturb(*LENGTH, "checkpoint.every=0") as run:
+@pytest.mark.parametrize("aligners", [0, 1])
+def test_without_gcs_the_step_is_saved_before_ray_ends_the_driver(disturb, aligners):
+    with disturb(*LENGTH, "checkpoint.every=0", f"aligner.workers={aligners}") as run:
         kill_daemon(run.process.pid, "gcs_server")
         assert run.process.wait(WITHIN_S) == 1, run.text
     (error,) = run.errors

@@ -41,3 +41,5 @@ def test_no_process_is_left(arguments, tmp_path, number, moment, code):
         assert process.wait(timeout=120) == code, log.read_text()
         assert survivors(children.values(), deadline_s=120) == []
         assert "Traceback" not in log.read_text()
+        if number == signal.SIGKILL:  # the training heard SIGTERM
+            assert "which is saved" in log.read_text()

@@ -42,6 +42,7 @@ from distill_rl.types import BadRow, BatchInfo, DocumentBatch, Row, row_of
 from distill_rl.workers.actors.aligner import AlignerUse
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 
 LEAST_BYTES = 8192
@@ -144,7 +145,10 @@ class AlignerPool:
         """
         pending = PendingBatch(batch)
         if not self._group.actors:
-            self._build_here(pending)
+            try:
+                self._build_here(pending)
+            except HostLost as error:
+                pending.error = error  # the step that is under way can still be done, and saved
             return pending
         alignment = _Alignment(pending, self._submitted, cut(batch.documents, len(self._group.actors)))
         self._submitted += 1

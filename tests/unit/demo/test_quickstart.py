@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distill_rl import cli
 from distill_rl.cli import main
 from distill_rl.config.load import load_config
 from distill_rl.config.rules import problems
@@ -14,6 +17,7 @@ from distill_rl.demo import quickstart as run
 from distill_rl.demo.quickstart import print_table
 from distill_rl.demo.recipe import RECIPES
 from distill_rl.errors import ConfigError
+from distill_rl.system.fork_server import _READ_ON_IMPORT
 
 
 def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]]:
@@ -172,3 +176,16 @@ def test_a_run_of_the_quickstart_has_one_thread_in_each_rank(monkeypatch: pytest
     monkeypatch.setenv("DISTILL_RL_THREADS", "many")
     with pytest.raises(ConfigError, match="DISTILL_RL_THREADS: must be a number of threads, 1 or more; got many"):
         threads_per_worker(1)
+
+
+def test_the_fork_server_has_the_settings_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries read them when they are imported, and a run with others would be no fork."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    entered: list[dict[str, str]] = []
+    monkeypatch.setattr(cli, "ForkServer", lambda: nullcontext(entered.append(dict(os.environ))))
+    monkeypatch.setattr(cli, "_run", lambda _: 0)
+    assert main(["quickstart"]) == 0
+    read = {name: value for name, value in run.ENVIRONMENT.items() if name.startswith(_READ_ON_IMPORT)}
+    assert read
+    assert read.items() <= entered[0].items()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import spawn
 from pathlib import Path
 
 import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
-from distill_rl.system.fork_server import ForkServer, launcher
+from distill_rl.system.fork_server import LAUNCHER, ForkServer, launcher
 from distill_rl.system.processes import call_in_child
 from tests.helpers.command import until
 
@@ -28,6 +31,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
             "HF_HUB_DISABLE_TELEMETRY",
             "HF_ENDPOINT",
             "HF_DATASETS_OFFLINE",
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN",
+            "DO_NOT_TRACK",
             "TRANSFORMERS_NO_ADVISORY_WARNINGS",
         ):
             patch.setenv(name, "1")
@@ -82,15 +87,24 @@ def test_other_variables_of_libraries_than_those_at_the_import_get_no_fork(serve
     assert parent == os.getpid()
 
 
-def test_a_fork_ends_with_its_launcher(server, tmp_path):
-    from multiprocessing import get_context
+def started(function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
+    """A process of `multiprocessing` from the launcher."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "_python_exe", os.fsencode(launcher()))
+        process.start()
+    return process
 
-    context = get_context("spawn")
-    context.set_executable(launcher())
-    process = context.Process(target=sleep_forever, args=(tmp_path / "pid",), daemon=True)
-    process.start()
-    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "a fork")
-    fork = psutil.Process(int((tmp_path / "pid").read_text()))
+
+def fork_of(file: Path) -> psutil.Process:
+    """That of `sleep_forever`."""
+    until(lambda: file.exists() and file.read_text(), "a fork")
+    return psutil.Process(int(file.read_text()))
+
+
+def test_a_fork_ends_with_its_launcher(server, tmp_path):
+    process = started(sleep_forever, tmp_path / "pid")
+    fork = fork_of(tmp_path / "pid")
     assert fork.pid != process.pid
     process.kill()
     process.join()
@@ -98,12 +112,67 @@ def test_a_fork_ends_with_its_launcher(server, tmp_path):
 
 
 def test_a_killed_fork_is_an_error(server):
-    with pytest.raises(WorkerError, match="exit code 137"):
-        call_in_child("the test", kill_itself, deadline_s=DEADLINE_S)
+    with pytest.raises(WorkerError, match=r"exit code -9 without an answer; .*memory runs out"):
+        call_in_child("the test", end_by, signal.SIGKILL, deadline_s=DEADLINE_S)
 
 
-def kill_itself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (130, 130), ("an error", 1), ("", 0)]
+)
+def test_a_launcher_ends_as_its_fork(server, tmp_path, capfd, how, code):
+    process = started(end_by, how, tmp_path / "last")
+    process.join(DEADLINE_S)
+    assert process.exitcode == code
+    assert capfd.readouterr().err.count("RuntimeError: an error\n") == (code == 1)
+    assert (tmp_path / "last").exists() == isinstance(how, str)
+
+
+def end_by(how: int | str, last: Path | None = None) -> None:
+    """Ends this process by a signal, an exit code, or an error and what is left to do at the end."""
+    atexit.register(lambda: last and last.touch())
+    if isinstance(how, signal.Signals):
+        os.kill(os.getpid(), how)
+    elif isinstance(how, int):
+        os._exit(how)
+    elif how:
+        raise RuntimeError(how)
+
+
+def test_processes_of_others_are_started_as_before(server):
+    before = spawn.get_executable()
+    call_in_child("the test", where, deadline_s=DEADLINE_S)
+    assert spawn.get_executable() == before
+
+
+NO_THIRD_FORK = """
+import os
+fork, forks = os.fork, []
+def limited():
+    forks.append(None)
+    if len(forks) == 3:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited
+"""
+
+
+def test_a_fork_that_fails_ends_no_other(tmp_path, monkeypatch):
+    """The server's first fork is that for Ray's services."""
+    (tmp_path / "sitecustomize.py").write_text(NO_THIRD_FORK)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setenv(LAUNCHER, str(python))
+    server = ForkServer()
+    with server:
+        process = started(sleep_forever, tmp_path / "pid")
+        fork = fork_of(tmp_path / "pid")
+        assert fork.ppid() == server.process.pid
+        parents = [call_in_child("the test", os.getppid, deadline_s=DEADLINE_S) for _ in range(2)]
+        assert parents == [os.getpid(), server.process.pid]
+        assert fork.is_running()
+        process.kill()
+        process.join()
 
 
 def test_without_its_server_a_launcher_is_the_interpreter():
