@@ -191,8 +191,6 @@ def _launch(folder: str, python: str, arguments: list[str]) -> None:
         if kind == _PID:
             for number in _heard():
                 signal.signal(number, lambda number, _: os.kill(pid, number))
-            if arguments[_first(arguments)] == "-c":
-                end_with(os.getppid())  # `multiprocessing` leaves that to the function that it calls
             for number in _inherited(server):  # whoever reads them must not wait for this process
                 os.close(number)
             kind, status = _message(server)

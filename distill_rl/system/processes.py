@@ -48,7 +48,7 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
     """
     context, blocked = multiprocessing.get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, blocked, function, arguments), daemon=True)
+    process = context.Process(target=_answer, args=(sender, os.getpid(), blocked, function, arguments), daemon=True)
     with receiver:
         try:
             # A signal while it starts would end both sides in the midst of it, and the child would print where it was.
@@ -79,8 +79,11 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
     return result
 
 
-def _answer(sender: Connection, blocked: set[int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(
+    sender: Connection, parent: int, blocked: set[int], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     """The new process: sends the function's result and None, or None and what it raised."""
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent ends this one
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
