@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.observe.log import console, say_of_data
+from distill_rl.observe.log import console, say, say_of_data
 from distill_rl.system.fork_server import ForkServer
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
@@ -72,7 +72,7 @@ class Check:
     unreachable: tuple[str, ...]
     """What could not be checked, and why."""
     summary: tuple[str, ...]
-    """Derived sizes, estimated memory and notes, a line each; empty if there are problems."""
+    """Derived sizes, estimated memory and notes, a line each; with problems only notes."""
 
     def __bool__(self) -> bool:
         """Whether a run could start."""
@@ -122,6 +122,8 @@ def distill(
             found = gather(_source(config), (), _expanded(settings), clean=clean, say=say_of_data)
             found = replace(found, problems=[_in_python(line) for line in found.problems])
             opened = found.require_run()
+            for note in found.notes:
+                say(f"note      {note}")
             paths = RunPaths(paths_of(opened.config).root.absolute())
             code = run.train(opened, found.facts, Signals(embedded=True), clean=clean)
         except DistillError as error:
@@ -154,7 +156,10 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
     folder = Path(out).expanduser().absolute()
     with _alone("capture"):
         found = gather_capture(_source(config), folder, settings=_expanded(settings))
-        code = run.capture(found.require_run(), found.facts, Signals(embedded=True), folder)
+        opened = found.require_run()
+        for note in found.notes:
+            say(f"note      {note}")
+        code = run.capture(opened, found.facts, Signals(embedded=True), folder)
     _require_end(code, f"the capture into {folder}", "the same call continues it")
     return folder
 
@@ -168,8 +173,9 @@ def check(config: Source | None = None, /, **settings: Any) -> Check:
     from distill_rl.commands.check import summary
     from distill_rl.preflight import gather
 
-    found = gather(_source(config), (), _expanded(settings), clean=True, download=False)
+    found = gather(_source(config), (), _expanded(settings), clean=None, download=False)
     lines = [] if found.config is None or found.problems else summary(found.config, found.facts)
+    lines += [f"note       {note}" for note in found.notes]
     return Check(found.config, tuple(found.problems), tuple(found.unreachable), tuple(lines))
 
 

@@ -31,7 +31,7 @@ def check(path: str, overrides: Sequence[str]) -> int:
     """
     reading: list[str] = []
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=True, download=False, say=reading.append)
+        checked = gather(path, overrides, clean=None, download=False, say=reading.append)
     if checked.opened is not None:
         config = checked.opened.config
         print(to_yaml(config), end="")

@@ -37,7 +37,7 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
         rule = "must be at least 1, and whole nodes if there are several"
         raise ConfigError("--gpus", rule, f"{gpus} with {gpus_per_node} per node", "give a multiple of --gpus-per-node")
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=True, download=False)
+        checked = gather(path, overrides, clean=None, download=False)
     config, facts = checked.require_valid(), checked.facts
     _require_sizes(config, facts)
     cluster = Cluster(gpus, card, gpus_per_node)

@@ -38,7 +38,7 @@ def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None,
     """
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=True, say=say_of_data, trains=False, ask=False)
+        checked = gather(path, overrides, clean=None, say=say_of_data, trains=False, ask=False)
         config = checked.require_valid(lambda config: _problems(config, rows=rows, full=full))
         run = checked.require_run()
     import torch

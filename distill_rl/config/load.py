@@ -172,6 +172,11 @@ def _today(key: str, value: Any) -> str:
 
 def _put(raw: dict[str, Any], key: str, value: Any, given: str, findings: Findings) -> None:
     """Places a value at a key of today, which may have been given in another spelling and may hold such keys."""
+    if key == "teachers":
+        findings.sections.clear()  # those of the teachers that it replaces
+    parts = key.split(".")
+    if key == given and parts[0] == "teachers" and len(parts) > 2 and parts[2] in SECTIONS:
+        findings.sections.add(".".join(parts[:3]))
     _place(raw, key, _in_sections(value, key, findings), findings)
     findings.forget(key)
     if key != given:
@@ -187,6 +192,7 @@ def _in_sections(value: Any, key: str, findings: Findings) -> Any:
     if not (re.fullmatch(r"teachers\.\d+", key) and isinstance(value, dict)):
         return value
     flat = {name: each for name, each in value.items() if _today(join(key, name), each) != join(key, name)}
+    findings.sections |= {join(key, name) for name in SECTIONS if name in value and name not in flat}
     teacher = {name: each for name, each in value.items() if name not in flat}
     for name, each in flat.items():
         section, _, inner = FLAT[name].partition(".")
@@ -210,19 +216,12 @@ def _choose_backends(raw: dict[str, Any], findings: Findings) -> None:
         if not isinstance(teacher, dict) or "backend" in teacher:
             continue
         key = f"teachers.{i}"
-        sections = [name for name in SECTIONS if name in teacher]
-        given = [name for name in sections if not _is_moved(teacher[name], f"{key}.{name}", findings)]
+        given = [name for name in SECTIONS if name in teacher and f"{key}.{name}" in findings.sections]
         if len(given) > 1:
             remedy = f"leave one of the sections out, or set {key}.backend"
             findings.add(key, "a teacher has one backend", " and ".join(given), remedy)
         elif given:
             teacher["backend"] = given[0]
-
-
-def _is_moved(section: Any, key: str, findings: Findings) -> bool:
-    """Whether all that a section has was given in keys of the teacher."""
-    moved = {".".join(new.split(".")[:4]) for new in findings.moved.values()}
-    return isinstance(section, dict) and bool(section) and {join(key, name) for name in section} <= moved
 
 
 def _plain(value: Any) -> Any:
@@ -409,7 +408,7 @@ def texts(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[tuple[str
 
 
 def _possible(findings: Findings, key: str, path: str | None) -> str | None:
-    """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks."""
+    """The path, with its home in place of `~`; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks."""
     # So is a name that no file can have; the setting is then null, or `"???"` where it may not be null.
     longest = max((path or "").split("/"), key=lambda name: len(name.encode(errors="replace")))
     if (size := len(longest.encode(errors="replace"))) > 255:
@@ -417,11 +416,10 @@ def _possible(findings: Findings, key: str, path: str | None) -> str | None:
         findings.add(key, rule, f"{longest[:60]!r}...", "check the path")
         return None if unwrap(kind_at(Config, key))[1] else MISSING
     try:
-        Path(path or "").expanduser()
+        return str(Path(path).expanduser()) if path and path.startswith("~") else path
     except RuntimeError:
         findings.add(key, "must not begin with the home of an unknown user", path, "write out the folder")
         return f"/{path}"
-    return path
 
 
 def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:

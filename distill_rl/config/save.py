@@ -55,13 +55,13 @@ def escaped(tree: Any) -> Any:
 def decisive(config: Config) -> dict[str, Any]:
     """The settings that determine a run's numbers, by dotted key.
 
-    Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead
+    Left out are output paths, look-ahead, transport, Ray, logging, SLURM, checkpoints, evaluation and the handling of dead
     workers; how the work is split and computed (dp, sp, tp, micro-batch sizes, attention, compilation, activation
     checkpointing and offload, determinism and the aligners' workers change rounding at most); and the length of the run
     (train.steps, train.epochs, train.minutes), so that a finished run can be extended.
     """
     tree = asdict(config)
-    for section in ("prefetch", "transport", "checkpoint", "evaluate", "capture", "observe", "ray"):
+    for section in ("prefetch", "transport", "checkpoint", "evaluate", "capture", "observe", "ray", "slurm"):
         del tree[section]
     del tree["run"]["name"], tree["run"]["dir"]
     for key in ("report_after_s", "stopped_s", "student_restarts", "teacher_restarts", "aligner_restarts"):

@@ -169,6 +169,7 @@ class Findings:
 
     `written` has the text of single values that are not quoted, by dotted key, and of names of a mapping, by
     `KEY.NAME:`; None if they are quoted. `moved` has keys that were given → the keys today, `earlier` those of which users hear.
+    `sections` are the sections of teachers' backends that were given as such.
     """
 
     def __init__(self) -> None:
@@ -177,6 +178,7 @@ class Findings:
         self.written: dict[str, str | None] = {}
         self.moved: dict[str, str] = {}
         self.earlier: list[str] = []
+        self.sections: set[str] = set()
 
     @property
     def notes(self) -> list[str]:
@@ -474,13 +476,21 @@ def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
 
 def _nearest(section: type, key: str, path: str) -> str:
     """Full path of the key that was probably meant; empty if none is similar."""
-    # In this order: a very similar key of the section, a key of another framework, the same name in another section, a similar key of the
-    # section, a similar name in another section.
+    # In this order: a very similar key of the section, of a teacher another one of its keys, a key of another framework, the same name in
+    # another section, a similar key of the section, a similar name in another section, but for a teacher's.
     from distill_rl.config.schema import Config
 
     siblings = [entry.name for entry in fields(section)]
     if match := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
         return join(path, match[0])
+    if teacher := re.match(r"teachers\.\d+", path):
+        keys = [
+            name.partition(".")[2].partition(".")[2] for name, _, _ in leaves(Config) if name.startswith("teachers.")
+        ]
+        keys += [entry.name for entry in fields(kind_at(Config, teacher[0]))]
+        own = {name.rpartition(".")[2]: name for name in reversed(keys)}
+        if match := difflib.get_close_matches(key, own, n=1, cutoff=0.75):
+            return join(teacher[0], own[match[0]])
     if key in OUR_KEY:
         return OUR_KEY[key]
     by_name = {"path": "data.path"}  # not that of a store, which comes first
@@ -490,7 +500,7 @@ def _nearest(section: type, key: str, path: str) -> str:
         return by_name[key]
     if match := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
         return join(path, match[0])
-    match = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
+    match = [] if teacher else difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
     return by_name[match[0]] if match else ""
 
 

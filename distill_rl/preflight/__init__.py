@@ -73,7 +73,7 @@ def gather(
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     *,
-    clean: bool = False,
+    clean: bool | None = False,
     download: bool = True,
     say: Say = lambda _: None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
@@ -88,7 +88,8 @@ def gather(
 
     Args:
         source, overrides, settings: as for `read_config`.
-        clean: whether the run directory may hold an earlier run, which the run will delete; nothing is deleted here.
+        clean: whether the run will delete an earlier one in the run directory; nothing is deleted here. None: no run is
+            started now, so that there may be an earlier one.
         download, say: as for `inspect`.
         change: what a command makes of the settings before they are checked; it may add and remove problems, which are
             lines.

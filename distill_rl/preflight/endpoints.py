@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,12 @@ def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[st
         token = token_of(settings)
     except Exception as error:
         return Probed([problem(f"{opened.key}.endpoint.token_env", first_line(error))])
+    try:
+        ssl.create_default_context(cafile=settings.endpoint.ca_file)
+    except OSError as error:
+        rule, remedy = "must be a file with certificates (PEM)", "name that of the server's authority"
+        found = f"{settings.endpoint.ca_file}: {first_line(error)}"
+        return Probed([problem(f"{opened.key}.endpoint.ca_file", rule, found, remedy)])
     ids = None
     if tokenizer is not None and opened.vocabulary_size:
         ids = sample_of_ids(opened.vocabulary_size, tokenizer.all_special_ids, length)

@@ -41,17 +41,18 @@ def paths_of(config: Config) -> RunPaths:
     return RunPaths(Path(config.run.dir).expanduser() / config.run.name)
 
 
-def problems(config: Config, *, clean: bool) -> list[str]:
+def problems(config: Config, *, clean: bool | None) -> list[str]:
     """Returns why the run directory cannot be used, one line per reason; empty if it can.
 
     Changes nothing, apart from a probe file that is removed again. Does not look whether another process uses it.
 
     Args:
-        clean: whether an earlier run in it will be deleted. A run that resumes may find one, too.
+        clean: whether an earlier run in it will be deleted. A run that resumes may find one, too. None: it may hold one,
+            because none is started now.
     """
-    root = paths_of(config).root
-    lines = list(_folder_problems(root, clean=clean, resume=config.checkpoint.resume is not None))
-    if clean and config.checkpoint.resume is not None:
+    root, resumes = paths_of(config).root, config.checkpoint.resume is not None
+    lines = list(_folder_problems(root, clean=not resumes if clean is None else clean, resume=resumes))
+    if clean and resumes:
         rule = "--clean leaves nothing to resume from"
         lines.append(problem("checkpoint.resume", rule, config.checkpoint.resume, "drop one of the two"))
     return lines or _probe_problems(root)

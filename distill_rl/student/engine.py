@@ -41,7 +41,7 @@ from distill_rl.models.export import export_model
 from distill_rl.models.families import family_of, length_limit, use_liger
 from distill_rl.models.forward import micro_batches, tensor_to_device, to_device
 from distill_rl.models.load import load_model
-from distill_rl.models.parallelize import GradientReduction, reshard
+from distill_rl.models.parallelize import ComputeCopies, GradientReduction, reshard
 from distill_rl.models.varlen import Documents, documents_for
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
@@ -172,6 +172,8 @@ class StudentEngine:
         Args:
             last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`;
                 until then they may be in FSDP2's buffers.
+
+        If this raises, the step is lost: on one rank the gradients so far are dropped.
         """
         batch = self._with_teachers(batch)
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
@@ -180,7 +182,13 @@ class StudentEngine:
                 first = self.objective.blend(scores, asked=asked_sizes(batch))
                 self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
-        sums = self._run(batch, targets, blend, last=last)
+        try:
+            sums = self._run(batch, targets, blend, last=last)
+        except BaseException:  # what is computed next must not find half of a step
+            if copies := ComputeCopies.of(self.model):
+                copies.drop()
+            self.optimizer.zero_grad()
+            raise
         if last:
             reshard(self.model)
         self._losses.add(sums, blend, batch.num_labels)

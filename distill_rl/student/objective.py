@@ -502,7 +502,8 @@ def agreement_of_chunks(
         teacher: over its own vocabulary.
     """
     student_rows, teacher_rows = (to_device(each, labels.device) for each in one_to_one_rows(rows))
-    counterparts = projection.to_student[top_tokens(teacher, teacher_rows)]
+    top = top_tokens(teacher, teacher_rows)  # −1: an absent entry
+    counterparts = projection.to_student[top.clamp_min(0)].masked_fill(top < 0, -1)
     ids = labels.new_zeros(labels.numel()).index_copy_(0, student_rows, counterparts)
     target = TopKLogprobs(ids[:, None], torch.zeros_like(ids[:, None], dtype=torch.float32))
     compared = torch.full_like(ids, IGNORE_INDEX).index_fill_(0, student_rows, 0)

@@ -178,7 +178,7 @@ class StepGuard:
             return None
         for index, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
             usual = median(seen[index] for seen in self._seen)
-            if value > self._config.spike_factor * usual:
+            if value > self._config.spike_factor * usual > 0:  # losses that may be negative have no such multiple
                 rule = f"its {name} must be at most {self._config.spike_factor:g} x {usual:.4g}, the median before it"
                 return f"{rule}; got {value:.4g}"
         return None

@@ -164,7 +164,8 @@ calls = Calls(lambda: None)
 calls.register("worker", worker)
 
 def kill():
-    (raylet,) = [process for process in psutil.process_iter() if f"--node_id={other}" in process.cmdline()]
+    found = [process for process in psutil.process_iter(["cmdline"]) if f"--node_id={other}" in (process.info["cmdline"] or [])]
+    (raylet,) = found
     for process in (raylet, *raylet.children(recursive=True)):
         process.kill()
 

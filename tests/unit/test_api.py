@@ -47,6 +47,8 @@ def test_every_form_gives_the_same_configuration(root: Path):
     assert distill_rl.check(file.config).config == file.config
     assert file.summary
     assert str(file) == "\n".join(file.summary)
+    assert any(line.startswith("note       teachers.0.tokenizer: writes no <s>") for line in file.summary)
+    assert distill_rl.check(root / "run.yaml", **{"checkpoint.resume": "auto"})
 
 
 def test_keywords_come_after_the_configuration_and_change_nothing_of_it(root: Path):

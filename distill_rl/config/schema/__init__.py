@@ -195,7 +195,7 @@ class FaultsConfig:
     spike_window: int = field(default=0, metadata=NOT_NEGATIVE)
     """Also skip a step whose loss or gradient norm exceeds spike_factor times the median of this many previous steps. 0: never."""
     spike_factor: float = field(default=10.0, metadata=POSITIVE)
-    """Multiple of the median above which a loss or gradient norm is a spike; see spike_window."""
+    """Multiple of the median above which a loss or gradient norm is a spike; see spike_window. Not of a loss whose median is not positive."""
     report_after_s: float = field(default=60.0, metadata=POSITIVE)
     """Seconds after which a wait is reported with the state of every worker involved; it is reported again each time the same interval has passed."""
     stopped_s: float = field(default=10.0, metadata=POSITIVE)

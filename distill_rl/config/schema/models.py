@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from distill_rl.config.quantization import AS_STORED
@@ -210,7 +211,7 @@ def backend_problems(config: Config) -> Iterator[str]:
     for teacher in first.values():
         yield from teacher.origin.of_run(teacher, config)
     folders = [teacher.targets_store for teacher in config.teachers if teacher.targets_store is not None]
-    if len(set(folders)) < len(folders):
+    if len({Path(folder).absolute() for folder in folders}) < len(folders):
         rule = "every teacher needs a store of its own"
         yield problem("teachers", rule, ", ".join(folders), "name another folder for each of them")
     evaluate = config.evaluate

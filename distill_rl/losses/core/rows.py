@@ -222,7 +222,7 @@ class Centre:
 
     def moved(self, rows: slice) -> Tensor:
         """[n], the difference u(value) − u(local) between logits centred in either way."""
-        return (self.local[rows] - self.value[rows]) * self.scale
+        return ((self.local[rows] - self.value[rows]) * self.scale).clamp_min(self.NOTHING)
 
 
 class LogSums:

@@ -112,6 +112,20 @@ def test_missing_file_folder_and_bad_bytes_give_one_line(tmp_path):
         ("topk_logits_k=3", "topk_logits_k: unknown key; did you mean loss.top_k?"),
         ("use_ipc=true", "use_ipc: unknown key; did you mean transport?"),
         ("teachers.0.wieght=3", "teachers.0.wieght: unknown key; did you mean teachers.0.weight?"),
+        (
+            "teachers.1={model: u, gpu_shares: 0.3}",
+            "teachers.1.gpu_shares: unknown key; did you mean teachers.1.vllm.gpu_share?",
+        ),
+        (
+            "teachers.1={model: u, endpoint: {tokenizer: t}}",
+            "teachers.1.endpoint.tokenizer: unknown key; did you mean teachers.1.tokenizer?",
+        ),
+        (
+            "teachers.1={model: u, vllm: {tp: 2}}",
+            "teachers.1.vllm.tp: unknown key; did you mean teachers.1.parallel.tp?",
+        ),
+        ("teachers.1={model: u, path: s}", "teachers.1.path: unknown key; did you mean teachers.1.store.path?"),
+        ("teachers.1={model: u, endpoint: {timeout: 3}}", "teachers.1.endpoint.timeout: unknown key; keys here: url,"),
         ("student.parallel.ddp=3", "student.parallel.ddp: unknown key; did you mean student.parallel.dp?"),
         ("data._target_=os.system", "data._target_: a configuration never names code to run; remove it"),
         ("train.steps=many", "train.steps: must be a whole number or null; got 'many'; for example train.steps=8"),

@@ -1,5 +1,15 @@
+from distill_rl.config.load import read_config
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config, TeacherConfig
+
+
+def test_a_home_is_written_out_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    teachers = [{"model": "~/t", "cache": "~/c"}, {"store": {"path": "~/s"}}]
+    config, _ = read_config({"student.model": "~/m", "data.path": "~/d", "teachers": teachers})
+    home = str(tmp_path)
+    assert (config.student.model, config.data.path) == (f"{home}/m", f"{home}/d")
+    assert (config.teachers[0].cache, config.teachers[1].store.path) == (f"{home}/c", f"{home}/s")
 
 
 def test_existing_paths_become_absolute_and_hub_names_stay(tmp_path, monkeypatch):

@@ -57,6 +57,8 @@ def test_fingerprint_is_a_sha256_and_survives_a_round_trip(tmp_path):
         "train.epochs=2",
         "train.minutes=5",
         "train.micro_batch_size=1",
+        "slurm.account=me",
+        "slurm.nodes=2",
         "student.parallel.dp=2",
         "teachers.0.parallel.tp=2",
         "student.activation_checkpointing=true",

@@ -52,8 +52,12 @@ def test_used_directory_needs_resume_or_clean(config):
     (line,) = run_directory.problems(config, clean=False)
     assert "in use; no checkpoint is saved: start over with --clean" in line
     assert run_directory.problems(config, clean=True) == []
+    assert run_directory.problems(config, clean=None) == []
     config.checkpoint.resume = "latest"
     assert run_directory.problems(config, clean=False) == []
+    assert run_directory.problems(config, clean=None) == []
+    (line,) = run_directory.problems(config, clean=True)
+    assert line.startswith("checkpoint.resume: --clean leaves nothing to resume from")
 
 
 def test_a_start_without_a_step_leaves_the_directory_free(config):

@@ -104,7 +104,8 @@ def test_draws_have_no_acceptance(world, folders):
     assert same["top1_agreement"] > 0.5
 
 
-def test_chunks_of_one_token_with_a_counterpart_are_compared():
+@pytest.mark.parametrize("unpaired", [0, -1], ids=["without counterpart", "absent"])
+def test_chunks_of_one_token_with_a_counterpart_are_compared(unpaired):
     # Chunks of row 0: 1:1, 2:1, 1:1; of row 1: 1:1, 1:1 and 1:2.
     student = np.array([[0, 1, 1, 2, -1], [0, -1, 1, 2, -1]], np.int32)
     teacher = np.array([[-1, 0, 1, 2, -1], [0, 1, 2, 2, -1]], np.int32)
@@ -117,6 +118,7 @@ def test_chunks_of_one_token_with_a_counterpart_are_compared():
     logits = torch.zeros(2, 5, 3)
     logits[0, 0, 1] = logits[0, 3, 2] = logits[1, 0, 0] = logits[1, 2, 1] = 1.0
     first = torch.zeros(10, dtype=torch.int64)  # the teacher's token 0 has no counterpart
+    first[6] = unpaired
     first[[1, 3, 5]] = torch.tensor([3, 2, 3])  # the student's 1 and 2, as it says; then 1, where it says 0
     target = TopKLogprobs(first[:, None], torch.full((10, 1), -0.5))
     found = agreement_of_chunks(logits, torch.zeros(2, 5, dtype=torch.int64), target, rows, projection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +243,35 @@ def test_bf16_keeps_weights_and_optimizer_in_fp32(world, folders, rows):
     assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
     exact = student(world, folders["student"], [folders["teacher"]]).evaluate(rank_batch(rows), source)
     assert losses[0] == pytest.approx(exact["validation/kl_loss"].value, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("at", ["the targets", "the backward pass"])
+def test_a_step_that_fails_leaves_nothing_of_itself(world, folders, rows, dtype, at):
+    settings = {"student__dtype": dtype, "train__micro_batch_size": 2, "loss__kd_weight": 0.0, "loss__ce_weight": 1.0}
+    engines = [student(world, folders["student"], **settings) for _ in range(2)]
+    batch, failing = rank_batch(rows), engines[0]
+    if at == "the targets":
+        with pytest.raises(TimeoutError):
+            failing.forward_backward(batch, lambda first, count: no_targets(first, count) if first == 0 else fail())
+    else:
+        calls = count()
+
+        def fail_in_the_second(*given):
+            if next(calls):
+                given[-1].register_hook(lambda _: fail())
+
+        hook = failing.model.get_input_embeddings().register_forward_hook(fail_in_the_second)
+        with pytest.raises(TimeoutError):
+            failing.forward_backward(batch, no_targets)
+        hook.remove()
+    found = [engine.train_step(batch, no_targets) for engine in engines]
+    assert found[0]["train/grad_norm"] == found[1]["train/grad_norm"]
+    assert found[0]["train/loss"] == found[1]["train/loss"]
+
+
+def fail():
+    raise TimeoutError
 
 
 def test_non_finite_gradient_is_skipped_until_the_limit(world, folders, rows):

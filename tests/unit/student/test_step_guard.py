@@ -44,6 +44,12 @@ def test_spike_exceeds_the_median_of_a_full_window():
     assert reason == "its gradient norm must be at most 4 x 2.4, the median before it; got 99"
 
 
+def test_a_loss_that_is_usually_negative_has_no_spikes():
+    guard = StepGuard(FaultsConfig(spike_window=3, spike_factor=4.0, skipped_steps=9))
+    usual = [(-0.2, 2.0), (-0.1, 2.0), (-0.3, 2.0)]
+    assert skipped(guard, *usual, (-0.2, 2.0), (0.5, 2.0), (0.5, 9.0)) == [False] * 5 + [True]
+
+
 def test_without_a_window_nothing_is_a_spike():
     assert skipped(StepGuard(FaultsConfig()), (1.0, 1.0), (1e30, 1e30)) == [False, False]
 

@@ -127,6 +127,32 @@ def test_a_flat_key_chooses_no_backend() -> None:
         assert [config] == [read({}, f"teachers.0.{key}={value}")[0]]
 
 
+@pytest.mark.parametrize(
+    ("teacher", "override", "backend"),
+    [
+        ({"vllm": {"gpu_share": 0.5}}, "gpu_share=null", "vllm"),
+        ({"store": {"path": "a"}}, "store=b", "store"),
+        (SERVED, "url=http://b", "endpoint"),
+        ({"vllm": {}}, "gpu_share=0.3", "vllm"),
+        ({}, "vllm.gpu_share=0.3", "vllm"),
+        ({"gpu_share": 0.3}, "gpu_share=0.4", "hf"),
+    ],
+)
+def test_a_section_chooses_the_backend_whatever_flat_keys_follow(teacher, override, backend) -> None:
+    config, findings = read(teacher, f"teachers.0.{override}")
+    assert (config.teachers[0].backend, findings.lines) == (backend, [])
+
+
+def test_a_list_in_place_of_teachers_has_sections_of_its_own() -> None:
+    config, _ = read({"vllm": {"gpu_share": 0.5}}, "teachers=[{model: m, gpu_share: 0.4}]")
+    assert config.teachers[0].backend == "hf"
+
+
+def test_two_teachers_do_not_share_a_store_by_another_spelling() -> None:
+    config, _ = read({"name": "a", "cache": "c"}, "teachers.1={name: b, model: n, cache: ./c}")
+    assert any("every teacher needs a store of its own" in line for line in problems(config))
+
+
 def test_settings_of_another_backend_have_no_effect() -> None:
     config, _ = read({"backend": "vllm", "endpoint": {"concurrency": 3}, "store": {"missing": "skip"}})
     assert problems(config) == []
