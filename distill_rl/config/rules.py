@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from math import lcm
@@ -13,7 +14,6 @@ from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.schema import MIXED, Config, models
-from distill_rl.config.schema.backends import SECTIONS
 from distill_rl.config.schema.data import data_problems
 from distill_rl.config.schema.slurm import slurm_problems
 from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
@@ -371,7 +371,10 @@ def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
 _OF_ALIGNERS = ("aligner.num_gpus", "aligner.deadline_s", "faults.aligner_restarts")
-_OF_WEIGHTS = ("teachers[].dtype", "teachers[].attention", "teachers[].revision")
+_OF_WEIGHTS = (
+    "the run does not load the teacher's model: its targets are read from a store, or come from a server",
+    "dtype", "attention", "revision",
+)  # fmt: skip
 _OF_HUB = ("data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision")
 _OF_THE_BEST = ("checkpoint.keep_best", "checkpoint.best_by")
 _OF_OWN_RAY = ("ray.num_cpus", "ray.dashboard")
@@ -387,7 +390,8 @@ _SUITES = (
 
 
 def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
-    """Yields a reason, and the settings that have no effect for it (`teachers[].x` is one of each teacher); the first reason counts."""
+    """Yields a reason, and the settings that have no effect for it; the first reason counts."""
+    # `teachers[].x` is one of each teacher, `teachers.1.x` of this one.
     data = config.data
     exports = {teacher.export for teacher in config.running_teachers}
     methods = frozenset(facts.comparisons(config))
@@ -436,10 +440,11 @@ def _rows(config: Config, facts: Facts) -> Iterator[tuple[str, ...]]:
         yield "there is one teacher only", "teachers[].weight", "teachers[].score", "faults.lost_teacher"
     if exports == {"hidden"}:
         yield "hidden states are sent in the teacher's dtype", "teachers[].wire_dtype"
-    for section in SECTIONS.values():
-        yield from section.no_effect(config)
-    if config.teachers and not any(teacher.origin.runs_model for teacher in config.teachers):
-        yield "the run loads no teacher's model: targets are read from stores, or come from a server", *_OF_WEIGHTS
+    for i, teacher in enumerate(config.teachers):
+        rows = [*teacher.origin.no_effect(teacher)]
+        if not teacher.origin.runs_model:
+            rows.append(_OF_WEIGHTS)
+        yield from ((reason, *(f"teachers.{i}.{name}" for name in settings)) for reason, *settings in rows)
     if config.capture.format == "exact":
         yield "capture.format is exact", "capture.mass"
     if all(teacher.cache is None for teacher in config.teachers):
@@ -522,8 +527,9 @@ def no_effect(config: Config, facts: Facts) -> Iterator[str]:
 def _changed(config: Config, pattern: str) -> Iterator[tuple[str, str]]:
     """(key, `key=value`) of a setting that differs from its default; one pair per teacher for `teachers[].x`."""
     # A loss.cross_tokenizer of null is left out: it forbids other tokenizers, which is an effect.
-    for key, value in values(config, pattern):
-        if value != _DEFAULTS[pattern] and (key, value) != ("loss.cross_tokenizer", None):
+    general = re.sub(r"^teachers\.\d+\.", "teachers[].", pattern)
+    for key, value in values(config, general):
+        if pattern in (general, key) and value != _DEFAULTS[general] and (key, value) != ("loss.cross_tokenizer", None):
             yield key, f"{key}={as_yaml(value)}"
 
 

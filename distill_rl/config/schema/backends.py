@@ -92,10 +92,14 @@ class Origin:
         """
         return ""
 
-    @staticmethod
-    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
-        """Yields a reason, and settings that have no effect for it, because teachers have this backend or none has it."""
-        yield from ()
+    def no_effect(self, teacher: TeacherConfig) -> Iterator[tuple[str, ...]]:
+        """Yields a reason, and settings of a teacher that have no effect because it has this backend."""
+        for section in (teacher.endpoint, teacher.store):
+            if section is not self:
+                yield section.unused
+
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Why settings of this section have no effect for a teacher with another backend, and these settings; others are refused (`misplaced`)."""
 
     def problems(self, key: str, teacher: TeacherConfig, config: Config) -> Iterator[str]:
         """Yields what is against a teacher that has this backend, one line each.
@@ -126,11 +130,9 @@ class VllmConfig(Origin):
     engine = "vLLM"
     package = "vllm"
 
-    @staticmethod
-    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
-        engines = [bool(teacher.origin.engine) for teacher in config.teachers if teacher.origin.runs_model]
-        if engines and all(engines):
-            yield "vLLM chooses its attention itself", "teachers[].attention"
+    def no_effect(self, teacher: TeacherConfig) -> Iterator[tuple[str, ...]]:
+        yield from super().no_effect(teacher)
+        yield "vLLM chooses its attention itself", "attention"
 
     def share_of_gpu(self, *, shared: bool) -> float:
         if self.gpu_share is not None:
@@ -182,11 +184,10 @@ class EndpointConfig(Origin):
 
     is_served = True
 
-    @staticmethod
-    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
-        if not any(teacher.origin.is_served for teacher in config.teachers):
-            settings = (f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s"))
-            yield "no teacher is behind a server (teachers[].backend: endpoint)", *settings
+    unused = (
+        "the teacher is not behind a server (backend: endpoint)",
+        "endpoint.concurrency", "endpoint.request_timeout_s", "endpoint.retry_s",
+    )  # fmt: skip
 
     def processes(self, clients: str) -> str:
         return f"{clients} to ask {', '.join(map(in_text, self.url))}"
@@ -270,16 +271,14 @@ class StoreConfig(Origin):
 
     is_store = True
 
-    @staticmethod
-    def no_effect(config: Config) -> Iterator[tuple[str, ...]]:
-        if not any(teacher.origin.is_store for teacher in config.teachers):
-            yield "no teacher is read from a store", "teachers[].store.missing"
-        if config.teachers and all(teacher.origin.only_reads for teacher in config.teachers):
-            yield (
-                "all targets are read from stores, as they were captured",
-                "teachers[].wire_dtype",
-                "teachers[].tokenizer",
-            )
+    unused = "the teacher is not read from a store (backend: store)", "store.missing"
+
+    def no_effect(self, teacher: TeacherConfig) -> Iterator[tuple[str, ...]]:
+        yield from super().no_effect(teacher)
+        if self.only_reads:
+            # Without a model of its own, the teacher is described by the store and by its tokenizer.
+            described = ["tokenizer"] if teacher.model != self.teacher_folder else []
+            yield "its targets are read from a store, as they were captured", "wire_dtype", "quantization", *described
 
     @property
     def folder(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from distill_rl.config.derive import EXPORTS
 from distill_rl.config.facts import TOKENS, Facts, TeacherFacts
 from distill_rl.config.load import load_config
 from distill_rl.config.rules import no_effect, problems
-from distill_rl.config.schema import Config, EvaluateConfig
-from distill_rl.config.schema.backends import SECTIONS
+from distill_rl.config.schema import Config, EvaluateConfig, TeacherConfig
+from distill_rl.config.schema.backends import SECTIONS, StoreConfig
 
 TEXT = "{student: {model: s}, teachers: [{model: t}], data: {path: d}, train: {steps: 10}}"
 SAME = "teachers.0.loss=same"
@@ -25,7 +24,6 @@ VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
 HERE = ("teachers.0.backend=hf",)
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
-NEEDS_A_SERVER = [f"teachers[].endpoint.{name}" for name in ("concurrency", "request_timeout_s", "retry_s")]
 SERVED = (
     "teachers.0.backend=endpoint",
     "teachers.0.endpoint.url=http://h",
@@ -95,14 +93,15 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("faults.lost_teacher", "one teacher"): ("drop_and_reweight", (), TWO),
     ("teachers.0.wire_dtype", "hidden states"): ("bf16", ("teachers.0.export=hidden",), ()),
     ("teachers.0.store.missing", "read from a store"): ("skip", HERE, STORED),
-    ("teachers.0.dtype", "loads no teacher's model"): ("fp32", STORED, ()),
-    ("teachers.0.attention", "loads no teacher's model"): ("sdpa", STORED, ()),
-    ("teachers.0.revision", "loads no teacher's model"): ("main", STORED, ("teachers.0.model=org/model",)),
+    ("teachers.0.dtype", "does not load"): ("fp32", STORED, ()),
+    ("teachers.0.attention", "does not load"): ("sdpa", STORED, ()),
+    ("teachers.0.revision", "does not load"): ("main", STORED, ("teachers.0.model=org/model",)),
     ("teachers.0.endpoint.concurrency", "behind a server"): ("4", HERE, SERVED),
     ("teachers.0.endpoint.request_timeout_s", "behind a server"): ("9", HERE, SERVED),
     ("teachers.0.endpoint.retry_s", "behind a server"): ("9", HERE, SERVED),
     ("teachers.0.tokenizer", "as they were captured"): ("t", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
+    ("teachers.0.quantization", "as they were captured"): ("int8", STORED, ()),
     ("teachers.0.attention", "vLLM chooses"): ("sdpa", ("teachers.0.backend=vllm",), ()),
     ("capture.mass", "format is exact"): ("0.9", (), ("capture.format=compact",)),
     ("capture.write_every_s", "nothing is stored"): ("5", (), ("teachers.0.cache=c",)),
@@ -191,11 +190,13 @@ def reported(tmp_path):
 def test_every_row_has_a_case():
     names = vars(rules) | {"config": Config(evaluate=EvaluateConfig(backend="vllm"))}
     rows = [
-        eval(ast.unparse(node.value), names | {"settings": NEEDS_A_SERVER})
-        for function in (rules._rows, *(section.no_effect for section in SECTIONS.values()))
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        eval(ast.unparse(node.value), names)
+        for node in ast.walk(ast.parse(inspect.getsource(rules._rows)))
         if isinstance(node, ast.Yield)
     ]
+    teachers = [TeacherConfig(model="t", backend=name, store=StoreConfig(path="s")) for name in ("hf", *SECTIONS)]
+    of_teachers = {rules._OF_WEIGHTS, *(row for teacher in teachers for row in teacher.origin.no_effect(teacher))}
+    rows += [(reason, *(f"teachers[].{key}" for key in settings)) for reason, *settings in of_teachers]
     entries = {(key.replace("[]", ".0"), reason) for reason, *settings in rows for key in settings}
     tested = {pair for pair in entries for key, part in CASES if pair[0] == key and part in pair[1]}
     assert entries == tested
@@ -219,6 +220,24 @@ def test_draws_have_neither_top_k_nor_tail(reported, setting):
     key = setting.partition("=")[0]
     assert len(reported(key, SAME, SAMPLED, setting)) == 1
     assert reported(key, SAME, SAMPLED, *TWO, setting) == []
+
+
+def test_each_teacher_is_looked_at_for_itself(reported):
+    mixed = (
+        *STORED,
+        "teachers.1={name: two, model: u, store: {missing: skip}, endpoint: {retry_s: 1}}",
+        "teachers.1.backend=hf",
+    )
+    assert len(reported("teachers.0.dtype", *mixed, "teachers.0.dtype=fp32")) == 1
+    assert (
+        len(reported("teachers.1.store.missing", *mixed)) == len(reported("teachers.1.endpoint.retry_s", *mixed)) == 1
+    )
+    assert reported("teachers.1.dtype", *mixed, "teachers.1.dtype=fp32") == []
+
+
+def test_a_tokenizer_describes_a_stored_teacher_without_model(reported):
+    without = ("teachers=[{store: {path: s}}]", "teachers.0.tokenizer=t")
+    assert reported("teachers.0.tokenizer", *without) == []
 
 
 def test_settings_with_one_reason_share_a_line(reported):

@@ -100,12 +100,14 @@ def test_settings_of_an_endpoint_are_refused_elsewhere(setting: str) -> None:
 def test_what_has_no_effect_is_said() -> None:
     lines = notes(config_of(dtype="fp32", attention="eager"))
     assert any(
-        "teachers.0.dtype=fp32, teachers.0.attention=eager have no effect: the run loads no" in line for line in lines
+        "teachers.0.dtype=fp32, teachers.0.attention=eager have no effect: the run does not load" in line
+        for line in lines
     )
     config, _ = read_config({"student.model": "s", "data.path": "d", "teachers.0.model": "t"}, ["teachers.0.retry_s=9"])
     assert config is not None
     assert any(
-        "teachers.0.endpoint.retry_s=9.0 has no effect: no teacher is behind a server" in line for line in notes(config)
+        "teachers.0.endpoint.retry_s=9.0 has no effect: the teacher is not behind a server" in line
+        for line in notes(config)
     )
 
 
