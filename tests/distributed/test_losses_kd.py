@@ -268,3 +268,24 @@ def test_replicated_hidden_states_get_a_complete_gradient() -> None:
 
 def test_the_saved_output_of_an_upstream_operation_is_unchanged() -> None:
     run_ranks(2, compare_saved_output)
+
+
+def compare_least_values(divergence: str, temperature: float, dtype: torch.dtype) -> None:
+    mesh, generator = line(), torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 3, 8, generator=generator)
+    student[:, 4:] = teacher[:, 4:] = torch.finfo(dtype).min
+    keywords = {"divergence": divergence, "temperature": temperature}
+    whole, shard = student.clone().requires_grad_(), sharded(student, mesh, 1).requires_grad_()
+    expected = kd_loss(whole, DenseLogits(teacher), **keywords)
+    found = kd_loss(shard, DenseLogits(sharded(teacher, mesh, 1)), **keywords)
+    for output in (expected, found):
+        output.loss.backward()
+    assert torch.isfinite(expected.loss)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(shard.grad.to_local(), local(whole.grad, mesh, 1))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_that_is_masked_by_the_least_number_adds_nothing(divergence: str, dtype: torch.dtype) -> None:
+    run_ranks(2, compare_least_values, divergence, 0.5, dtype)
