@@ -180,3 +180,16 @@ def test_a_capture_of_a_server_needs_a_student(material, tmp_path):
         config.write_text(re.sub(r"student: .*\n", "", config.read_text()))
         ended = distill_rl_in_process("capture", "-c", config, "--out", tmp_path / "store")
     assert any(line.startswith("student.model: ") and "name the student" in line for line in lines_of(ended))
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_file_without_certificates_is_named_and_not_the_server(material, tmp_path, content):
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    ended = distill_rl_in_process("check", "-c", config_of(material, tmp_path, "https://127.0.0.1:9", ca_file=file))
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert line.startswith(
+        f"distill-rl: error: teachers.0.endpoint.ca_file: must be a file with certificates (PEM); got {file}: "
+    )
