@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.load import load_config
+from distill_rl.config.paths import replace_paths
 from distill_rl.config.save import redact, save_config
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING, hints, is_mapping, item_kind, unwrap
@@ -72,4 +73,5 @@ def test_saving_and_loading_are_inverse(config: Config):
         again = load_config(path)
     if not config.run.name:
         config.run.name = "run"
+    replace_paths(config, lambda _, path: str(Path(path).expanduser()) if path and path.startswith("~") else path)
     assert again == config
