@@ -122,8 +122,7 @@ def distill(
             found = gather(_source(config), (), _expanded(settings), clean=clean, say=say_of_data)
             found = replace(found, problems=[_in_python(line) for line in found.problems])
             opened = found.require_run()
-            for note in found.notes:
-                say(f"note      {note}")
+            found.say_notes(say)
             paths = RunPaths(paths_of(opened.config).root.absolute())
             code = run.train(opened, found.facts, Signals(embedded=True), clean=clean)
         except DistillError as error:
@@ -157,8 +156,7 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
     with _alone("capture"):
         found = gather_capture(_source(config), folder, settings=_expanded(settings))
         opened = found.require_run()
-        for note in found.notes:
-            say(f"note      {note}")
+        found.say_notes(say)
         code = run.capture(opened, found.facts, Signals(embedded=True), folder)
     _require_end(code, f"the capture into {folder}", "the same call continues it")
     return folder

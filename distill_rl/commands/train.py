@@ -48,8 +48,7 @@ def train(
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=clean, say=say_of_data)
         opened = checked.require_run()
-    for note in checked.notes:
-        say(f"note      {note}")
+    checked.say_notes(say)
     return run.train(opened, checked.facts, Signals(), clean=clean, command=run.command_line(path, overrides))
 
 
@@ -74,8 +73,7 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
     with status(f"checking  {path}"):
         checked = gather_capture(path, out, overrides)
         opened = checked.require_run()
-    for note in checked.notes:
-        say(f"note      {note}")
+    checked.say_notes(say)
     return run.capture(opened, checked.facts, Signals(), out)
 
 

@@ -61,6 +61,11 @@ class Checked:
             raise ConfigError.many(lines)
         return self.config
 
+    def say_notes(self, say: Say) -> None:
+        """Says the notes, a line each, before the run begins."""
+        for note in self.notes:
+            say(f"note      {note}")
+
     def require_run(self) -> OpenedRun:
         """The run, which is open; raises as `require_valid`."""
         self.require_valid()

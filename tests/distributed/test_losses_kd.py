@@ -111,7 +111,7 @@ def test_every_setting_matches_the_oracle_on_uneven_shards(ranks: int) -> None:
 @pytest.mark.parametrize(("vocabulary", "padding"), [(32003, 100), (5, 0), (3, 0), (2, 0)])
 def test_large_and_empty_shards_match_the_oracle(vocabulary: int, padding: int) -> None:
     cases = extremes(vocabulary)
-    run_ranks(4, compare_cases, vocabulary, padding, 3, cases)
+    assert run_ranks(4, compare_cases, vocabulary, padding, 3, cases) == [2 * len(cases)] * 4
 
 
 def compare_plain_shards() -> None:
@@ -242,32 +242,32 @@ def refuse_plain_shards_of_unequal_width() -> None:
 
 
 def test_labels_that_are_a_dtensor_are_refused() -> None:
-    run_ranks(2, refuse_labels_that_are_a_dtensor)
+    assert run_ranks(2, refuse_labels_that_are_a_dtensor) == [None] * 2
 
 
 def test_a_weight_sharded_over_data_parallel_ranks_is_refused() -> None:
-    run_ranks(2, refuse_a_weight_whose_ranks_have_rows_of_their_own)
+    assert run_ranks(2, refuse_a_weight_whose_ranks_have_rows_of_their_own) == [None] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_plain_shards_of_unequal_width_are_refused_by_all_ranks(ranks: int) -> None:
-    run_ranks(ranks, refuse_plain_shards_of_unequal_width)
+    assert run_ranks(ranks, refuse_plain_shards_of_unequal_width) == [None] * ranks
 
 
 def test_plain_shards_with_a_group_match_the_oracle() -> None:
-    run_ranks(2, compare_plain_shards)
+    assert run_ranks(2, compare_plain_shards) == [None] * 2
 
 
 def test_the_group_is_inferred_on_a_two_dimensional_mesh() -> None:
-    run_ranks(4, compare_on_two_dimensional_mesh)
+    assert run_ranks(4, compare_on_two_dimensional_mesh) == [None] * 4
 
 
 def test_replicated_hidden_states_get_a_complete_gradient() -> None:
-    run_ranks(2, compare_replicated_hidden)
+    assert run_ranks(2, compare_replicated_hidden) == [None] * 2
 
 
 def test_the_saved_output_of_an_upstream_operation_is_unchanged() -> None:
-    run_ranks(2, compare_saved_output)
+    assert run_ranks(2, compare_saved_output) == [None] * 2
 
 
 def compare_least_values(divergence: str, temperature: float, dtype: torch.dtype) -> None:
@@ -288,4 +288,4 @@ def compare_least_values(divergence: str, temperature: float, dtype: torch.dtype
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shard_that_is_masked_by_the_least_number_adds_nothing(divergence: str, dtype: torch.dtype) -> None:
-    run_ranks(2, compare_least_values, divergence, 0.5, dtype)
+    assert run_ranks(2, compare_least_values, divergence, 0.5, dtype) == [None] * 2

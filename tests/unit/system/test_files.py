@@ -18,7 +18,7 @@ def old_file(place: Path) -> list[str | Path]:
     return ["-c", WRITE, place / "out.txt"]
 
 
-def test_a_kill_at_any_call_leaves_the_old_or_the_new_file_and_the_next_write_nothing_else(tmp_path):
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_file(tmp_path):
     killer, found, left = Killer(tmp_path), set(), 0
     for place, killed in killer.every_kill(old_file):
         found.add((place / "out.txt").read_text())
