@@ -12,11 +12,12 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 
+from distill_rl.config import GPUS_PER_NODE
 from distill_rl.config.layout import gpus_of_run
 from distill_rl.config.load import OF_A_JOB, load_config, read_config, texts, variables_in
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config, SlurmConfig
-from distill_rl.config.schema.slurm import GPUS_PER_NODE, OPTIONS, slurm_problems
+from distill_rl.config.schema.slurm import OPTIONS, slurm_problems
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather

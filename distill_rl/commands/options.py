@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
-from distill_rl.config.schema.slurm import GPUS_PER_NODE
+from distill_rl.config import GPUS_PER_NODE
 
 _EPILOG = """\
 a first run, and runs of your own:

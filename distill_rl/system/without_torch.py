@@ -8,7 +8,6 @@ of its model families, twice, to find out which names they export, and the list 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -87,6 +86,8 @@ class _Finder:
 
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
+        import importlib.metadata
+
         find = importlib.metadata.packages_distributions
         models = Path(self.path).parent.parent / "models" / "__init__.py"
         if models.parent.parent.parent != Path(sysconfig.get_paths()["purelib"]):

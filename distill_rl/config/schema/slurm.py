@@ -13,8 +13,6 @@ from distill_rl.errors import problem
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
 
-GPUS_PER_NODE = 8
-"""Unless `gpus_per_node` says otherwise."""
 OPTIONS = {
     "account": "account", "partition": "partition", "qos": "qos", "time": "time", "constraint": "constraint",
     "reservation": "reservation", "comment": "comment", "mail_user": "mail-user", "mail_type": "mail-type", "mem": "mem",
