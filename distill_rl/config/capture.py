@@ -70,6 +70,7 @@ def _storing(config: Config, i: int, out: Path, problems: list[str]) -> TeacherC
     if teacher.origin.is_store:
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
+        return teacher
     if compact and teacher.export != "topk":
         rule = f"compact is a format of the top k, and teacher {teacher.name} exports {teacher.export}"
         problems.append(problem("capture.format", rule, "compact", "use capture.format=exact"))

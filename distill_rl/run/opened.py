@@ -24,7 +24,7 @@ from distill_rl.data.batch.tokenization import KnownIds
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
-from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
+from distill_rl.errors import ConfigError, DataError, DistillError, StoreError, first_line, problem
 from distill_rl.models import files as model_files
 from distill_rl.models.classes import survey
 from distill_rl.models.stops import configured_stops
@@ -439,8 +439,10 @@ def open_rows(config: Config) -> OpenedRun:
         problems += error.problems
     for model in run.models:
         try:
+            if folder := model.settings.origin.folder:
+                read_manifest(Path(folder))  # a store describes its teacher
             model.read()
-        except (ConfigError, DataError) as error:
+        except (ConfigError, DataError, StoreError) as error:
             problems += error.problems
     if problems:
         raise ConfigError.many(dict.fromkeys(problems))

@@ -891,7 +891,8 @@ def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, comma
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    ("teachers.0.backend=store", ("teachers.0.store: backend store needs the folder of a store", "add teachers.0.store=")),
+    ("teachers.0.backend=store", ("teachers.0.store.path: backend store needs the folder of a store", "add teachers.0.store=")),
+    ("teachers.0={{name: teacher, backend: store, store: 2024}}", ("teachers.0.store",)),  # one line on it
     ("teachers.0.backend=store  teachers.0.store={root}/run", ("teachers.0.store: ", "must be a store", "no manifest.json")),
     ("teachers.0.store={root}/run", ("teachers.0.store: is read with backend store only", "add teachers.0.backend=store")),
     ("teachers.0.cache={root}/refused  teachers.0.export=logits",

@@ -281,6 +281,7 @@ def test_neither_torch_nor_ray_is_imported(root: Path) -> None:
         (("--rows", "0", "train.stepz=1"), ["--rows: must be 1 or more; got 0", "train.stepz: unknown key"]),
         (("--rows", "2", "--row", "1"), ["--rows and --row: exclude each other"]),
         (("student.model={root}/none", "data.path={root}/none.jsonl"), ["data.path: ", "model {root}/none: "]),
+        (("teachers.0={{name: t, store: {{path: {root}/none}}}}",), ["{root}/none: must be a store"]),
     ],
 )
 def test_bad_input_is_one_line_each(root: Path, arguments: tuple[str, ...], lines: list[str]) -> None:

@@ -298,7 +298,7 @@ class StoreConfig(Origin):
     def problems(self, key: str, teacher: TeacherConfig, config: Config) -> Iterator[str]:
         if self.path is None:
             remedy = f"add {key}.store=FOLDER"
-            yield problem(f"{key}.store", "backend store needs the folder of a store", "null", remedy)
+            yield problem(f"{key}.store.path", "backend store needs the folder of a store", "null", remedy)
         if teacher.cache is not None:
             yield problem(f"{key}.cache", "is filled by a teacher that computes", teacher.cache, "leave it out")
         if self.only_reads and teacher.parallel.tp > 1:

@@ -127,5 +127,6 @@ def test_a_capture_without_a_teacher_that_runs_is_refused():
         (stored, "teachers.0.backend: a capture runs the teacher; this one is read from a store; got store"),
     ):
         problems: list[str] = []
-        captured(made, problems)
+        teachers = captured(made, problems).teachers
         assert len([line for line in problems if line.startswith(words)]) == 1, problems
+        assert made is not stored or teachers[0].cache is None  # which a store may not have
