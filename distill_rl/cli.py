@@ -62,7 +62,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 2
     remember_families()
     if arguments is None and options.command == "check.check":
-        gc.set_threshold(50_000)  # nearly all that it allocates are modules, which stay
+        gc.set_threshold(500_000)  # nearly all that it allocates are modules, which stay
         atexit.register(gc.freeze)
     try:
         if arguments is None and options.command in _TRAINING:

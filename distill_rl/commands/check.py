@@ -14,7 +14,6 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable, status
 from distill_rl.preflight import gather
-from distill_rl.scaling.splits import suggestions
 from distill_rl.transport.choose import expected
 
 
@@ -93,7 +92,10 @@ def summary(config: Config, facts: Facts) -> list[str]:
     if derived.checkpoint_bytes is not None:
         size = _bytes(derived.checkpoint_bytes)
         lines.append(f"disk       about {size} per checkpoint, {config.checkpoint.keep_last} kept")
-    lines += [f"suggested  {line}" for line in suggestions(config, facts)]
+    if facts.gpus or config.ray.address:
+        from distill_rl.scaling.splits import suggestions
+
+        lines += [f"suggested  {line}" for line in suggestions(config, facts)]
     return lines + [f"note       {printable(note)}" for note in notes(config, facts)]
 
 

@@ -227,13 +227,11 @@ _LONG_RUN = 10_000
 def suggestions(config: Config, facts: Facts) -> list[str]:
     """Returns lines with a setting and what it is predicted to gain; empty if nothing is worth it, or nothing is predicted.
 
-    That needs GPUs, of this machine or of a cluster that the run joins, one teacher in torch, no sequence parallelism, and models
-    whose sizes are known. H100s are assumed.
+    That needs one teacher in torch, no sequence parallelism, and models whose sizes are known. H100s are assumed; without a GPU,
+    of this machine or of a cluster that the run joins, `check` does not ask.
     """
     split = _split(config)
     if split is None or facts.student is None or not facts.teachers or facts.teachers[0].model is None:
-        return []
-    if not (facts.gpus or config.ray.address):
         return []
     cluster = costs.Cluster(split.gpus)
     found = predict(config, facts, cluster, split)
