@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -45,10 +46,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
             yield started
 
 
-def where() -> tuple[int, bool, int]:
+def where() -> tuple[int, bool, int, bool]:
     import torch  # of a fork, imported before
 
-    return os.getppid(), "distill_rl.student.engine" in sys.modules, torch.get_num_threads()
+    return os.getppid(), "distill_rl.student.engine" in sys.modules, torch.get_num_threads(), gc.isenabled()
 
 
 def sleep_forever(file: Path) -> None:
@@ -61,9 +62,10 @@ def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_function_is_called_in_a_fork(server):
-    parent, imported, threads = call_in_child("the test", where, deadline_s=DEADLINE_S)
+    parent, imported, threads, collects = call_in_child("the test", where, deadline_s=DEADLINE_S)
     assert parent == server.process.pid
     assert imported
+    assert collects
     assert threads == int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
