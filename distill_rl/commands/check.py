@@ -92,7 +92,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     if derived.checkpoint_bytes is not None:
         size = _bytes(derived.checkpoint_bytes)
         lines.append(f"disk       about {size} per checkpoint, {config.checkpoint.keep_last} kept")
-    if facts.gpus or config.ray.address:
+    if facts.gpus or config.ray.address:  # what is predicted are times on GPUs
         from distill_rl.scaling.splits import suggestions
 
         lines += [f"suggested  {line}" for line in suggestions(config, facts)]
