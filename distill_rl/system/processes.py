@@ -15,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import spawn
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -47,6 +47,7 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
         Exception: what the function raised.
     """
     context, blocked = multiprocessing.get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()  # the start of the first process would start it, and unblock signals
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, os.getpid(), blocked, function, arguments), daemon=True)
     with receiver:

@@ -152,13 +152,25 @@ def requests() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def signals_blocked(*more: signal.Signals) -> Iterator[None]:
-    """Defers PREEMPT, and more, to this thread until the block ends. Processes started inside never receive them.
+    """Defers PREEMPT, and more, until the block ends. Processes started inside never receive them.
 
     A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
     save. We end those processes ourselves.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PREEMPT, *more))
+    numbers = (*PREEMPT, *more)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    # The mask is this thread's. Another thread takes what it does not block, and Python still calls the handler in the main thread.
+    arrived: dict[int, None] = {}
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    for number in handlers:
+        signal.signal(number, lambda number, _: arrived.setdefault(number))
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)  # to this thread, which still blocks it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -55,6 +57,35 @@ def test_no_signal_ends_a_process_while_it_starts():
     assert starting >= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     assert running == set()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_it_starts_waits_until_it_has_what_it_is_to_do(threads, number):
+    """Else it prints that its input ended; at the first start in this process, and with threads that take the signal."""
+    code = f"""
+import multiprocessing.util, os, signal, threading
+from distill_rl.system.processes import call_in_child
+end = threading.Event()
+others = [threading.Thread(target=end.wait) for _ in range({threads})]
+for other in others:
+    other.start()
+spawn = multiprocessing.util.spawnv_passfds
+def hit(*arguments):
+    pid = spawn(*arguments)
+    if b"spawn_main" in b"".join(map(os.fsencode, arguments[1])):
+        os.kill(os.getpid(), signal.{number})
+    return pid
+multiprocessing.util.spawnv_passfds = hit
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    call_in_child("it", os.getpid, deadline_s=60)
+except KeyboardInterrupt:
+    print("interrupted")
+end.set()
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (child.stdout, child.stderr) == ("interrupted\n", "")
 
 
 def test_an_exception_is_raised_here():

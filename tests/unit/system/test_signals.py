@@ -109,6 +109,22 @@ def test_blocked_signals_arrive_later_and_never_in_children():
     assert child.returncode == 0
 
 
+def test_blocked_signals_arrive_later_although_other_threads_take_them():
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    try:
+        with Signals() as signals:
+            with signals_blocked():
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert not any(signals.preempted for _ in range(1000))
+            assert signals.preempted
+    finally:
+        end.set()
+        other.join()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
 def test_previous_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     with Signals():
