@@ -84,7 +84,8 @@ def write_batch_script(
     say(f"wrote     {script}")
     command = _sbatch(config, script)
     if then:
-        follows = _write_following_evaluation(config, run, common, tasks=len(points))
+        of_a_node = _gpus_of_a_node(config, gpus_per_node)
+        follows = _write_following_evaluation(config, run, common, of_a_node, tasks=len(points))
         command = f"job=$({command.replace('sbatch', 'sbatch --parsable', 1)}) && {follows}"
     say(f"submit    {command}")
     return 0
@@ -131,6 +132,9 @@ def _checked(
     if not problems and then and not configs[0].evaluate.suites:
         remedy = "set them, or leave it out"
         problems.append(problem("--then eval", "needs evaluate.suites and evaluate.data", remedy=remedy))
+    if not problems and then:
+        node, split = _gpus_of_a_node(configs[0], gpus_per_node), configs[0].evaluate.parallel.tp
+        problems += problems_of(lambda: _gpus_of_evaluation("evaluate.parallel.tp", node, split))
     used = [config if trains else config.without_student() for config in configs]
     layouts = {layout(config, _gpus_of_a_node(config, gpus_per_node)) for config in used}
     if len(layouts) > 1:
@@ -140,7 +144,9 @@ def _checked(
     return configs, layouts.pop()
 
 
-def _write_following_evaluation(config: Config, run: Path, values: Mapping[str, str], *, tasks: int) -> str:
+def _write_following_evaluation(
+    config: Config, run: Path, values: Mapping[str, str], gpus_per_node: int, *, tasks: int
+) -> str:
     # Writes the script that evaluates the export of a run, or of each of its array, as the run would ask its suites at the end; returns the
     # command that submits it.
     script, where, asked = run / EVALUATION, "{run}" if tasks else str(run), config.evaluate
@@ -151,44 +157,71 @@ def _write_following_evaluation(config: Config, run: Path, values: Mapping[str, 
         "--num-fewshot": asked.num_fewshot, "--max-new-tokens": asked.max_new_tokens, "--batch-size": asked.batch_size,
     }  # fmt: skip
     arguments = [word for option, value in options.items() if value is not None for word in (option, str(value))]
-    _write_evaluation(script, config, arguments, {**values, "OUT": f"{where}/evals"}, run, tasks)
+    gpus = _gpus_of_evaluation("evaluate.parallel.tp", gpus_per_node, asked.parallel.tp)
+    _write_evaluation(script, config, arguments, {**values, "OUT": f"{where}/evals"}, run, gpus, tasks)
     say(f"wrote     {script}")
     return _sbatch(config, script, f"--dependency={'aftercorr' if tasks else 'afterok'}:$job")
 
 
-def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Sequence[str]) -> int:
+def write_evaluation_script(
+    out: Path, arguments: Sequence[str], settings: Sequence[str], *, split: int, copies: int, share: float | None
+) -> int:
     """Writes `submit.sbatch` for an evaluation into `out`, and prints how to submit it; returns 0.
 
     Args:
         out: folder of the results; made if it does not exist.
         arguments: of `distill-rl eval`.
         settings: `KEY=VALUE` of the section `slurm`.
+        split, copies, share: `--tp`, `--shards` and `--gpus-per-shard` of the evaluation.
 
     Raises:
-        ConfigError: settings that the section refuses, all problems at once.
+        ConfigError: settings that the section refuses, or more GPUs than a node has, all problems at once.
     """
     setup_console()
     needed = {"student.model": "-", "data.path": "-"}  # of a run; an evaluation has neither
     config, findings = read_config(needed, [f"slurm.{setting}" for setting in settings])
     ConfigError.raise_all([*findings.lines, *(slurm_problems(config.slurm) if config else ())])
     assert config is not None
+    gpus = _gpus_of_evaluation("--tp", _gpus_of_a_node(config, None), split, copies, share)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     values = _where_it_runs(config) | {"OUT": str(out)}
     script = out / run_directory.SUBMISSION[1]
     config = replace(config, run=replace(config.run, name=f"eval-{out.name}"))
-    _write_evaluation(script, config, arguments, values, out, 0)
+    _write_evaluation(script, config, arguments, values, out, gpus, 0)
     say(f"wrote     {script}")
     say(f"submit    {_sbatch(config, script)}")
     return 0
 
 
+def _gpus_of_evaluation(key: str, of_a_node: int, split: int, copies: int = 1, share: float | None = None) -> int:
+    """The GPUs of an evaluation: those that every copy is split over, or `share` for each; else one for each, while the node has them.
+
+    Raises:
+        ConfigError: a node has fewer, and copies that are split, or have a share, need them all.
+    """
+    copies = max(copies, 1)  # --shards 0: one, in the process itself
+    each = split if split > 1 else share
+    if not of_a_node or each is None:
+        return min(copies, of_a_node)
+    if (needed := ceil(copies * each)) > of_a_node:
+        rule = f"{copies} {'copy' if copies == 1 else 'copies'} of {each:g} GPUs must fit into a node, which has {of_a_node}"
+        remedy = "lower it, or say how many it has (slurm.gpus_per_node)"
+        raise ConfigError(key if split > 1 else "--gpus-per-shard", rule, f"{each:g}", remedy)
+    return needed
+
+
 def _write_evaluation(
-    script: Path, config: Config, arguments: Sequence[str], values: Mapping[str, str], folder: Path, tasks: int
+    script: Path,
+    config: Config,
+    arguments: Sequence[str],
+    values: Mapping[str, str],
+    folder: Path,
+    gpus: int,
+    tasks: int,
 ) -> None:
     """Writes a batch script that evaluates, with Slurm's log in `folder`."""
-    gpus = _gpus_of_a_node(config, None)
-    options = sbatch_options(config, folder, nodes=1, gpus=min(gpus, 1), folder=Path.cwd(), tasks=tasks, name="eval")
+    options = sbatch_options(config, folder, nodes=1, gpus=gpus, folder=Path.cwd(), tasks=tasks, name="eval")
     options |= {"nodes": "1", "exclusive": None, "mem": config.slurm.mem}
     template, values = (LAUNCH / "eval.sbatch").read_text("utf-8"), {**values, "ARGUMENTS": shlex.join(arguments)}
     write_atomic(script, fill(template, options, config.slurm, values))

@@ -122,7 +122,8 @@ def _write_script(options: Mapping[str, Any]) -> int:
         if options[name] is not None:
             arguments += [f"--{name.replace('_', '-')}", str(options[name])]
     arguments += ["--deadline", f"{options['deadline_s']:g}", *(["--strict"] if options["strict"] else [])]
-    return write_evaluation_script(options["out"], arguments, options["slurm"])
+    split, copies, share = (options[name] for name in ("tensor_parallel", "shards", "gpus_per_shard"))
+    return write_evaluation_script(options["out"], arguments, options["slurm"], split=split, copies=copies, share=share)
 
 
 def _prepare(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from distill_rl.models import adapters
 from distill_rl.models.adapters import Adapter, gather, injected_in
 from distill_rl.models.files import holds_several, in_time, read_config, resolve
 from distill_rl.models.parallelize import reshard, tie_again
-from distill_rl.models.weights import Fused, WeightFiles, restore, skeleton, tensors_in_files
+from distill_rl.models.weights import Fused, WeightFiles, kept_in_fp32, restore, skeleton, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.files import replacing
 
@@ -127,9 +126,7 @@ def _state(
     found = tensors_in_files(model, files)
 
     def written(name: str, stored: str) -> torch.dtype:
-        # What Transformers computes with in fp32 in a model of any dtype stays: rounding it would show.
-        kept = any(re.search(rf"(?:^|\.){part}(?:\.|$)", name) for part in model._keep_in_fp32_modules_strict or ())
-        return files.dtype(stored) if dtype is None or kept else dtype
+        return files.dtype(stored) if dtype is None or kept_in_fp32(model, name, dtype) else dtype
 
     for name, (file_name, *_) in found.stored.items():
         tensor = whole(name, partial(files.read, file_name))

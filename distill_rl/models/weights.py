@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 TABLE = "_weight_conversions"
 """Attribute of a model with its table, as Transformers names it."""
 
+_KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+"""Transformers' names of what a family keeps in fp32 if its dtype is of 16 bits, and, the second, only if that is fp16."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
+    """Returns the model without memory: every tensor is on the meta device, in `dtype` but for those `kept_in_fp32`.
 
     Its cache and the search for padding in its inputs are switched off.
 
@@ -71,11 +73,21 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
         rule = f"transformers must have it as a causal LM with {attention} attention"
         remedy = "try another setting of `attention`"
         raise ConfigError(f"model type {config.model_type}", rule, first_line(error), remedy) from error
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and kept_in_fp32(model, name, dtype):
+            tensor.data = tensor.data.float()
     # While its classes have their own names, which tables go by, and which FSDP2 changes.
     setattr(model, TABLE, get_model_conversion_mapping(model))
     without_cache(model)
     use_own_lengths(model)
     return model
+
+
+def kept_in_fp32(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
+    """Whether Transformers keeps a tensor in fp32 in a model of this dtype, such as a bias by which a router chooses experts."""
+    kinds = {torch.bfloat16: _KEPT_IN_FP32[:1], torch.float16: _KEPT_IN_FP32}.get(dtype, ())
+    parts = [part for kind in kinds for part in getattr(model, kind) or ()]
+    return any(re.search(part.replace("*", ".*"), name) for part in parts)
 
 
 def without_cache(model: PreTrainedModel) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.config.measured import KD, higher_is_better
-from distill_rl.errors import CheckpointError, WorkerError
+from distill_rl.errors import CheckpointError, DistillError, WorkerError
 from distill_rl.system import files
 from distill_rl.types import Cursor, TrainState
 
@@ -629,6 +629,9 @@ class Saver:
                     raise CheckpointError("the checkpoint", rule, "not done", "check the storage of checkpoints/")
             self._in_flight = None
             if save.error is not None:
+                if save.failed_on_ranks:  # they raise it in whatever comes next, such as the last save of all
+                    with suppress(DistillError):
+                        self.collective("finish_saving", what=save.what)
                 raise save.error
 
 
@@ -645,6 +648,8 @@ class _BackgroundSave:
         self._store, self.draft, self.what = store, draft, what
         self._deadline_s = deadline_s
         self.error: CheckpointError | None = None
+        self.failed_on_ranks = False
+        """Whether the marker tells an error, which the ranks then keep, too."""
         self._written, self._cancelled = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="commit", daemon=True)
         self.thread.start()
@@ -712,6 +717,7 @@ class _BackgroundSave:
         self._written.set()
         result = json.loads(marker.read_text())
         if result["error"] is not None:
+            self.failed_on_ranks = True
             raise CheckpointError(result["error"])
         # On a shared file system, files of another node may become visible some time after the first rank's marker.
         written, rule = result["files"], "must be on storage that all ranks share"

@@ -192,8 +192,8 @@ class StudentEngine:
         if last:
             reshard(self.model)
         self._losses.add(sums, blend, batch.num_labels)
-        if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
-            self.kd_scale = ce_over_kd(sums, self.world)
+        if dynamic == "on":
+            self.kd_scale = ce_over_kd(sums, self.world, otherwise=self.kd_scale)
         metrics = sums.metrics("train", self.objective, blend, batch) if self.world.reports else {}
         if metrics:
             compared = self.objective.num_compared(batch.num_labels, batch.teachers)

@@ -214,12 +214,12 @@ class StepLosses:
         return [teacher.settings.name for teacher, value in zip(teachers, kd) if not math.isfinite(value)]
 
 
-def ce_over_kd(sums: LossSums, world: World) -> float:
-    """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.
+def ce_over_kd(sums: LossSums, world: World, otherwise: float = 1.0) -> float:
+    """Returns CE / KD of the global batch, the same on every rank; `otherwise` if its KD is not above 0, as without a label.
 
     Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
     """
     total = sums.sums[:2].clone()
     dist.all_reduce(total, group=world.mesh.get_group(DP))  # the ranks that see other tokens
     kd, ce = total.tolist()
-    return ce / kd if kd > 0 else 1.0
+    return ce / kd if kd > 0 else otherwise

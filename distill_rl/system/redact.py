@@ -62,7 +62,7 @@ def redact(tree: Any, name: str = "") -> Any:
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
     r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
-    r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|DISABLE_TELEMETRY|DO_NOT_TRACK"
+    r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|DISABLE_TELEMETRY|DO_NOT_TRACK|SSL_CERT_(?:FILE|DIR)"
 )
 """The only variables of the driver's environment that its actors see."""
 SECRET = re.compile(

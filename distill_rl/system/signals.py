@@ -171,6 +171,6 @@ def signals_blocked(*more: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)  # to this thread, which still blocks it
+        for late in arrived:
+            signal.raise_signal(late)  # to this thread, which still blocks it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

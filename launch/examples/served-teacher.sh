@@ -75,8 +75,16 @@ server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" || true; rm -f -- "$URLS"' EXIT
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s|.*|${SCHEME:-http}://&:$PORT|" >"$URLS.new"
 mv -- "$URLS.new" "$URLS"
-# Until the servers have ended, or the training job is neither running nor going to.
-while kill -0 "$server" 2>/dev/null && [[ -n "$(squeue --noheader --jobs="$TRAIN_JOB" 2>/dev/null || true)" ]]; do
+# Until the servers have ended, or the training job is neither running nor going to. Slurm may be out of reach for a while; a job that has
+# long ended is an error, too.
+unknown=0
+while kill -0 "$server" 2>/dev/null && ((unknown < 30)); do
+    if job="$(squeue --noheader --jobs="$TRAIN_JOB" 2>/dev/null)"; then
+        [[ -n $job ]] || break
+        unknown=0
+    else
+        unknown=$((unknown + 1))
+    fi
     sleep "${POLL_S:-20}"
 done
 SERVERS

@@ -48,7 +48,7 @@ def stored(store: Path, **settings: str) -> str:
     return ", ".join([f"backend: store, store: {store}", *(f"{key}: {value}" for key, value in settings.items())])
 
 
-def train(config: Path, *overrides: str, cluster: Cluster) -> Path:
+def train(config: Path, *overrides: str, cluster: Cluster | None) -> Path:
     ended = distill_rl("train", "-c", config, *overrides, cluster=cluster)
     assert ended.code == 0, ended.err
     return config.parent / "runs" / "tiny"

@@ -13,7 +13,7 @@ import pytest
 from distill_rl.config.load import load_config
 from tests.helpers.command import distill_rl, distill_rl_in_process
 from tests.helpers.one_process import train as train_in_process
-from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, endless
+from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, endless, self_signed
 
 from tests.cli.test_capture import assert_equal_runs, capture, stored, train  # isort: skip
 
@@ -60,6 +60,16 @@ def test_neither_do_interface_servers_clients_and_faults(usual, material, cluste
         assert_equal_runs(run, usual)
         assert min(len(one.seen.prompts), len(other.seen.prompts)) > 20
     assert not [file for file in run.rglob("*") if file.is_file() and b"s3cret-9" in file.read_bytes()]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_actors_trust_the_authority_that_the_environment_names(usual, material, cluster, tmp_path, monkeypatch, joined):
+    certificate = self_signed(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    with StandIn(tls=certificate) as server:
+        assert server.url.startswith("https:")
+        config = config_of(material, tmp_path, server.url, retry_s=5)
+        assert_equal_runs(train(config, VALIDATED, cluster=cluster if joined else None), usual)
 
 
 @pytest.mark.long_run

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import math
+import shutil
 import socket
 import ssl
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.helpers.command import environment, until
 
@@ -477,3 +479,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Writes a certificate of 127.0.0.1 that signs itself, and its key; skips the test without openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    paths = folder / "certificate.pem", folder / "key.pem"
+    kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=stand-in"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", paths[0], "-keyout", paths[1]]
+    subprocess.run(["openssl", "req", *kind.split(), *names], check=True, capture_output=True, timeout=120)
+    return paths

@@ -731,3 +731,31 @@ def is_idle(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     pending = re.findall(r"^(?:ShdPnd|SigPnd):\s*(\w+)", status, re.MULTILINE)
     return "\nState:\tS" in status and not any(int(mask, 16) for mask in pending)
+
+
+@pytest.mark.parametrize(("graded", "requeued"), [("", False), ("an item", True)])
+def test_an_evaluation_that_grades_nothing_is_not_requeued_for_ever(tmp_path, graded, requeued):
+    """What it says when it is stopped is no item."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "environment.sh").touch()
+    out = tmp_path / "out"
+    bodies = {
+        "python3": f'mkdir -p "{out}/logs"; echo stopped | tee -a "{out}/logs/eval.log" >>"{out}/eval-7.log"\n'
+        f'printf "%s" "{graded}" >>"{out}/items.jsonl"; exit 85',
+        "scontrol": f'echo "$*" >"{tmp_path}/scontrol"',
+    }
+    for name, body in bodies.items():
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    (out / "logs").mkdir(parents=True)
+    (out / "items.jsonl").write_text("earlier")
+    variables = {"MODELS": "m", "SUITES": "s", "DATA": "d", "OUT": str(out), "DISTILL_RL_ROOT": str(tmp_path)}
+    variables |= {"VENV": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    script = ["bash", ROOT / "launch" / "eval.sbatch"]
+    done = subprocess.run(script, env=os.environ | variables | job, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 85
+    assert (tmp_path / "scontrol").exists() == requeued
+    assert ("not started again" in done.stderr) != requeued

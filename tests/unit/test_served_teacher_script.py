@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import distill_rl
+from tests.helpers.command import until
 from tests.helpers.served import StandIn
 
 ROOT = Path(distill_rl.__file__).parents[1]
 SCRIPT = ROOT / "launch" / "examples" / "served-teacher.sh"
 
-# `sbatch` keeps each job's script and runs nothing; a job is in the queue while its file `running` exists.
+# `sbatch` keeps each job's script and runs nothing; a job is in the queue while its file `running` exists. Slurm does not answer while
+# there is a file `away`.
 FAKES = {
     "sbatch": """\
 count=$(ls -d "$JOBS"/job-* 2>/dev/null | wc -l)
@@ -30,6 +32,8 @@ echo "$*" >>"$JOBS/scontrol"
 """,
     "squeue": """\
 job=${2#--jobs=}
+echo "$job" >>"$JOBS/asked"
+[[ ! -e $JOBS/away ]] || exit 1
 [[ ! -e $JOBS/job-$job/running ]] || echo "$job"
 """,
     "scancel": 'echo "$*" >>"$JOBS/cancelled"',
@@ -90,6 +94,11 @@ def test_two_jobs_find_each_other_and_end_together(slurm):
         try:
             command = ["bash", jobs / "job-0" / "script", "train.steps=9"]
             subprocess.run(command, env=environment, check=True, timeout=60)
+            asked = jobs / "asked"
+            (jobs / "away").touch()
+            before = asked.stat().st_size
+            until(lambda: asked.stat().st_size >= before + 6, "questions without an answer")
+            (jobs / "away").unlink()
             assert serving.poll() is None
             (jobs / "job-0" / "running").unlink()
             assert serving.wait(60) == 0

@@ -270,7 +270,7 @@ def worker_environment() -> dict[str, str]:
 
     They are for Ray's runtime environment, because workers of a joined cluster do not inherit them from the driver.
     """
-    shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
+    shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*|SSL_CERT_.*")
     variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
     return variables | FOR_WORKERS
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -352,19 +353,21 @@ def run_script(script: Path, folder: Path, **variables: str) -> subprocess.Compl
     return done
 
 
-def test_an_array_has_a_run_for_every_combination(material, tmp_path, capsys):
-    path, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+@pytest.mark.parametrize("folder", ["plain", "R&D's"])
+def test_an_array_has_a_run_for_every_combination(material, tmp_path, capsys, folder):
+    path, run = material.config(tmp_path / folder), tmp_path / folder / "runs" / "tiny"
     arrays = ["--array", "run.seed=0,1", "--array", "optimizer.lr=1e-3,1e-2"]
     command = ["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0", *arrays, "--then", "eval"]
     suites = write_recipe_data(tmp_path / "evals") or ["evaluate.suites=[gsm8k]", f"evaluate.data={tmp_path}/evals"]
     assert main([*command, *suites]) == 0
     out = capsys.readouterr().out
     assert "array     4 runs: seed-0_lr-1e-3, seed-0_lr-1e-2, seed-1_lr-1e-3, seed-1_lr-1e-2" in out
-    assert f"job=$(sbatch --parsable --account=ACCOUNT --partition=PARTITION {run}/submit.sbatch) && sbatch " in out
-    assert f"--dependency=aftercorr:$job {run}/evaluate.sbatch" in out
+    script, follows = (shlex.quote(f"{run}/{name}.sbatch") for name in ("submit", "evaluate"))
+    assert f"job=$(sbatch --parsable --account=ACCOUNT --partition=PARTITION {script}) && sbatch " in out
+    assert f"--dependency=aftercorr:$job {follows}" in out
     script = (run / "submit.sbatch").read_text()
     assert options(script)["array"] == "0-3"
-    assert options(script)["output"] == f"{run}/slurm-%A_%a.log"
+    assert options(script)["output"].strip('"') == f"{run}/slurm-%A_%a.log"
     assert load_config(run / "submit.yaml").evaluate.suites == [], "the second job asks them"
     trained = run_script(run / "submit.sbatch", tmp_path, SLURM_ARRAY_TASK_ID="2").stdout.splitlines()
     assert str(run / "seed-1_lr-1e-3") in trained
@@ -419,3 +422,54 @@ def test_an_evaluation_gets_a_script(tmp_path, capsys):
     assert main([*command, "--dry-run", "--slurm", "acount=me", "mem=much"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert main([*command, "--slurm", "account=me"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus"),
+    [
+        (["--shards", "4"], "4"),
+        (["--shards", "16"], "8"),
+        (["--shards", "0"], "1"),
+        (["--tp", "4"], "4"),
+        (["--tp", "2", "--shards", "3"], "6"),
+        (["--gpus-per-shard", "0.5", "--shards", "3"], "2"),
+        (["--tp", "4", "--slurm", "gpus_per_node=0"], None),
+        (["--tp", "4", "--shards", "4"], "--tp: 4 copies of 4 GPUs must fit into a node, which has 8; got 4"),
+        (["--gpus-per-shard", "2", "--slurm", "gpus_per_node=1"], "--gpus-per-shard: 1 copy of 2 GPUs must fit"),
+    ],
+)
+def test_an_evaluation_asks_for_the_gpus_of_its_copies(tmp_path, capsys, asked, gpus):
+    command = ["eval", "--model", "m", "--suites", "gsm8k", "--data", "evals", "--out", str(tmp_path / "out")]
+    code = main([*command, "--dry-run", *asked])
+    if code == 0:
+        assert options((tmp_path / "out" / "submit.sbatch").read_text()).get("gpus-per-node") == gpus
+        return
+    (line,) = capsys.readouterr().err.splitlines()
+    assert gpus in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("node", "split", "gpus"), [(8, 2, "2"), (0, 2, None), (8, 1, "1"), (1, 2, "")])
+def test_an_evaluation_after_a_run_asks_for_those_that_the_model_is_split_over(
+    material, tmp_path, capsys, node, split, gpus
+):
+    suites = write_recipe_data(tmp_path / "evals") or ["evaluate.suites=[gsm8k]", f"evaluate.data={tmp_path}/evals"]
+    command = [
+        "train",
+        "-c",
+        str(material.config(tmp_path)),
+        "--dry-run",
+        "--gpus-per-node",
+        str(node),
+        "--then",
+        "eval",
+    ]
+    code = main([*command, *suites, f"evaluate.parallel.tp={split}"])
+    run = tmp_path / "runs" / "tiny"
+    if gpus == "":
+        assert code == 2
+        assert "evaluate.parallel.tp: 1 copy of 2 GPUs must fit into a node, which has 1" in capsys.readouterr().err
+        assert not run.exists()
+        return
+    assert code == 0
+    assert options((run / "evaluate.sbatch").read_text()).get("gpus-per-node") == gpus

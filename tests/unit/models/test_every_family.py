@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -75,6 +75,38 @@ def test_family_loads_trains_exports_and_reloads(tmp_path: Path, world: World, f
     assert not torch.equal(trained, logits)
     export()
     assert torch.equal(logits_of(out, attention), trained)
+
+
+def blur(folder: Path) -> Path:
+    """Gives every number of a model's file, in fp32, digits that no type of 16 bits has."""
+    file, draw = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = {
+        name: (tensor.float() + 0.05 * torch.randn(tensor.shape, generator=draw)).contiguous()
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; a tied one once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
+def test_every_tensor_has_the_dtype_and_the_bits_of_transformers(tmp_path: Path, world: World, family: str) -> None:
+    """A bias by which a router chooses experts stays in fp32: rounded, it chooses others."""
+    source = blur(write_family(tmp_path, family))
+    teacher = load_model(source, world, role="teacher", dtype="bf16", packing=family not in LEAKING)
+    found = [(torch.bfloat16, teacher)]
+    found += [(dtype, load_to_generate(source, world, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    for dtype, model in found:
+        expected = tensors_of(AutoModelForCausalLM.from_pretrained(source, dtype=dtype))
+        ours = tensors_of(model)
+        assert ours.keys() == expected.keys()
+        dtypes = {name: (tensor.dtype, ours[name].dtype) for name, tensor in expected.items()}
+        assert {name: both for name, both in dtypes.items() if both[0] != both[1]} == {}
+        assert all(torch.equal(tensor, ours[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("family", sorted(LEAKING))

@@ -16,35 +16,43 @@ from distill_rl.types import TrainState
 
 
 class Ranks:
-    """Keeps the contract of the student's ranks: `save` returns at once; the files, then the marker, appear when `go`
-    is set. An error is in the marker and raised by `finish_saving`, or only the latter if `mute`."""
+    """Keeps the contract of the student's ranks: `save` with a marker returns at once; the files, then the marker, appear when
+    `go` is set. An error is in the marker, unless `mute`, and raised once, by the next `save` or `finish_saving`."""
 
     def __init__(self):
         self.go = threading.Event()
         self.go.set()
         self.fails, self.mute, self.lives = "", False, True
         self.calls = []
-        self._threads = []
+        self._threads, self._error = [], ""
 
     def collective(self, method, *arguments, what):
         self.calls.append(method)
+        if method in ("save", "finish_saving"):
+            self._finish()
         if method == "save":
-            directory, marker = map(Path, arguments)
+            directory, marker = Path(arguments[0]), arguments[1]
             thread = threading.Thread(target=self._write, args=(directory, marker, self.fails), daemon=True)
             thread.start()
             self._threads.append(thread)
-        elif method == "finish_saving":
-            self._threads[-1].join()
-            if self.fails:
-                raise CheckpointError(self.fails)
+            if marker is None:
+                self._finish()
         return [100]
+
+    def _finish(self):
+        for thread in self._threads:
+            thread.join()
+        error, self._error = self._error, ""
+        if error:
+            raise CheckpointError(error)
 
     def _write(self, directory, marker, fails):
         self.go.wait()
+        self._error = fails
         if not fails and directory.is_dir():  # otherwise the run has ended
             (directory / "weights").write_text("weights")
-        if not self.mute and directory.is_dir():
-            write_json(marker, {"error": fails or None, "files": ["weights"]})
+        if marker and not self.mute and directory.is_dir():
+            write_json(Path(marker), {"error": fails or None, "files": ["weights"]})
 
     def dead(self):
         return not self.lives
@@ -105,6 +113,18 @@ def test_rank_error_is_raised_by_next_save_or_settle(store, ranks, tmp_path, how
         assert caught.value.exit_code == 1
     assert names(tmp_path) == ["step-1"]
     assert no_threads()
+
+
+def test_the_last_checkpoint_is_saved_although_the_one_before_failed(store, ranks, tmp_path):
+    with saver_over(store, ranks) as saver:
+        ranks.fails = "rank 1: OSError: no such luck"
+        saver.save(state(1))
+        saver._in_flight.thread.join()
+        ranks.fails = ""
+        saver.save(state(2), at_once=True)
+        assert names(tmp_path) == ["step-2"]
+        with pytest.raises(WorkerError, match=r"saving step 1: .*no such luck"):
+            saver.raise_earlier_error()
 
 
 def test_failed_run_completes_save_in_flight(store, ranks, tmp_path):

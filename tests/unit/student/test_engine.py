@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -103,6 +104,16 @@ def test_activation_checkpointing_keeps_the_gradient(world, folders, rows):
     plain = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
     plain.forward_backward(rank_batch(rows), no_targets)
     assert relative_l2(whole_gradients(engine.model), whole_gradients(plain.model)) < 1e-6
+
+
+def test_a_step_without_a_label_leaves_the_dynamic_scale(world, folders, rows):
+    engine = student(world, folders["student"], [folders["teacher"]], loss__ce_weight=0.5, loss__dynamic_scale="on")
+    source = fixed_targets([targets_of(world, folders["teacher"], rows)], rows.shape[1])
+    engine.train_step(rank_batch(rows), source)
+    found = engine.kd_scale
+    assert found not in (0.0, 1.0)
+    engine.train_step(rank_batch(replace(rows, labels=np.full_like(rows.labels, IGNORE_INDEX))), source)
+    assert engine.kd_scale == found
 
 
 def test_student_equal_to_its_teacher_does_not_move(world, folders, rows):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from distill_rl.config.schema.backends import EndpointConfig
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
 from distill_rl.teacher.base import Scores, token_of
 from distill_rl.teacher.endpoint import Client, Down, EndpointScorer, Refused, WrongAnswer
-from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, Tables, endless
+from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, Tables, endless, self_signed
 
 VOCABULARY, K = 320, 12
 
@@ -293,27 +291,7 @@ def test_a_path_in_front_of_the_interface_is_kept(asking, prompts):
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1 that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    paths = folder / "certificate.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=stand-in",
-    ]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(paths[0]), "-keyout", str(paths[1])]
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return paths
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 class TestTls:
