@@ -701,9 +701,9 @@ class RenderedChat:
     @_if_refused(False)
     def cuts_thought(self, i: int) -> bool:
         """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
-        thought, ends, _ = text_of(self.messages[i]).partition("</think>")
-        thought = thought.partition("<think>")[2].strip()
-        return bool(ends and thought) and thought not in self.text and thought not in self.write(self.messages[: i + 1])
+        thought = _divided(text_of(self.messages[i]))[0].strip()
+        texts = (lambda: self.text), (lambda: self.write(self.messages[: i + 1]))
+        return bool(thought) and not any(_occurs(thought, text()) for text in texts)
 
 
 def _with_less(arguments: Any) -> Iterator[Any]:
@@ -715,11 +715,17 @@ def _with_less(arguments: Any) -> Iterator[Any]:
         yield json.dumps(less, ensure_ascii=False) if is_text else less
 
 
+def _divided(content: str) -> tuple[str, str]:
+    """The thought in a content, and the rest of it. A model whose prompt opens the thought writes no `<think>`."""
+    thought, ends, answer = content.partition("</think>")
+    _, begins, inside = thought.partition("<think>")
+    return (inside if begins else thought, answer) if ends else ("", content)
+
+
 def _texts_in(value: Any) -> Iterator[str]:
     """Yields what a reader of a value would look for: texts and numbers; names and arguments of tool calls."""
     if isinstance(value, str):
-        before, ends, after = value.partition("</think>")
-        yield after if ends and "<think>" in before else value  # a thought is looked for by `cuts_thought`
+        yield _divided(value)[1]  # a thought is looked for by `cuts_thought`
     elif isinstance(value, Mapping):
         if "function" in value:
             value = value["function"]

@@ -57,6 +57,7 @@ AFTER = "{{ m.content.split('</think>')[-1] }}"
 THOUGHT = "{{ m.reasoning_content }}"
 ASKED, RESULT = {"role": "user", "content": "why"}, {"role": "tool", "content": 'say "é"\n<b>'}
 INLINE = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}
+OPENED = {"role": "assistant", "content": "hm\n</think>\n\nso"}
 THINKING = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
 CONTENT_OF_TURN, CALLS_OF_TURN = "`content` of assistant messages", "`tool_calls` of assistant messages"
 
@@ -99,6 +100,11 @@ def parts_left_out(template: str, *chats: list[dict[str, Any]]) -> list[list[str
         ("{{ m.content }}" + CALLS.replace("arguments", "arguments.a"), calling("f", a="x", b="y"), CALLS_OF_TURN),
         ("{{ m.content }}", INLINE, None),
         (AFTER, INLINE, "`<think> in content` of assistant messages"),
+        ("{{ m.content }}", OPENED, None),
+        (AFTER, OPENED, "`<think> in content` of assistant messages"),
+        (AFTER, {**OPENED, "content": "</think>\n\nso"}, None),
+        ("{% if loop.last %}{{ m.content }}{% else %}" + AFTER + "{% endif %}", OPENED, None),
+        ("{{ m.content | tojson }}", {**RESULT, "content": 'say "é"\n</think>so'}, None),
         ("{% if loop.last %}{{ m.content }}{% else %}" + AFTER + "{% endif %}", INLINE, None),
         (
             "{% if loop.last %}{{ m.content }}{% else %}" + AFTER + "{% endif %}",
