@@ -107,27 +107,35 @@ def export(
 def _write(wanted: _Export, source: Checkpoint) -> int:
     import torch
 
-    from distill_rl.config.schema import ParallelConfig
     from distill_rl.models.export import MAX_FILE_BYTES
     from distill_rl.models.files import tokenizer_of, vocabulary_size
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
 
     step = source.state.train.step
-    # Weights that are not trained come from the student's files.
-    student = replace(wanted.config.student, parallel=ParallelConfig(), quantization=None)
-    tokenizer = tokenizer_of(student)
+    config = _to_export(wanted.config)
+    tokenizer = tokenizer_of(config.student)
     dtypes = {"as_stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
     form = {"dtype": dtypes[wanted.dtype], "max_file_bytes": wanted.max_file_bytes or MAX_FILE_BYTES}
     world = open_world(rank=0, dp=1, tp=1)
     try:
-        config, size = replace(wanted.config, student=student), vocabulary_size(tokenizer)
-        engine = StudentEngine(config, world, vocabulary_size=size, total_steps=max(step, 1))
+        engine = StudentEngine(config, world, vocabulary_size=vocabulary_size(tokenizer), total_steps=max(step, 1))
         engine.load(source.student)
         engine.export(wanted.folder, tokenizer, wanted.card(step, source.state.fingerprints["data"]), **form)
     finally:
         close_world(world)
     return step
+
+
+def _to_export(config: Config) -> Config:
+    """The configuration of a run without what decides how, where and beside whom its student is computed."""
+    from distill_rl.config.schema import ParallelConfig
+
+    # Weights that are not trained come from the student's files.
+    student = replace(
+        config.student, parallel=ParallelConfig(), quantization=None, attention="auto", kernels="torch", compile=False
+    )
+    return replace(config, student=student, teachers=[])
 
 
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:

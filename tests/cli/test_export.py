@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from distill_rl.config.load import load_config
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, StudentConfig, TeacherConfig
 from distill_rl.parallel.mesh import close_world, open_world
@@ -111,6 +113,22 @@ def test_forms_of_the_folder(run: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits_of(best), logits_of(stored))
     assert "| validation/kl\\_loss | 0.4000 |" in (best / "README.md").read_text()
     assert ModelCard.load(best / "README.md").data["distill_rl"]["step"] == 4
+
+
+def test_settings_of_the_computation_and_teachers_that_are_not_here_do_not_matter(run: Path, tmp_path: Path) -> None:
+    trained = shutil.copytree(run, tmp_path / "run")
+    config = load_config(trained / "config.yaml")
+    config.student = replace(config.student, attention="varlen", kernels="liger", compile=True)
+    config.teachers = [replace(config.teachers[0], model="/no/such/teacher", export="hidden")]
+    save_config(config, trained / "config.yaml")
+    for root in (run, trained):
+        ended = distill_rl_in_process("export", root, "--out", tmp_path / f"of-{root.name}")
+        assert ended.code == 0, ended.err
+    plain, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / f"of-{name}").iterdir() if path.name != "README.md"}
+        for name in (run.name, trained.name)
+    )
+    assert plain == other
 
 
 @pytest.mark.parametrize(
