@@ -13,7 +13,7 @@ from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
-    from distill_rl.config.schema import Config
+    from distill_rl.config.schema import Config, StudentConfig
     from distill_rl.run.checkpoints import Checkpoint
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -74,7 +74,7 @@ def export(
     Raises:
         ConfigError: not a run directory, an output folder that is not empty, or a repository that cannot be pushed to. The
             last is found out before anything is exported.
-        CheckpointError: the checkpoint does not exist or is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged, or its adapters were trained beside other weights.
         PublishError: the upload failed; the folder is complete.
     """
     from distill_rl.config.load import load_config
@@ -94,7 +94,9 @@ def export(
         raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
     repository = None if push is None else open_repository(push, public=public)
     if step is None:
-        step = _write(wanted, _find(wanted, checkpoint))
+        source = _find(wanted, checkpoint)
+        _require_frozen(wanted.config.student, source)
+        step = _write(wanted, source)
         say(f"exported  {wanted.folder} (step {step})")
     else:
         _renew_card(wanted, step)
@@ -102,6 +104,19 @@ def export(
         commit = upload(wanted.folder, repository, message=f"Step {step} of {wanted.config.run.name or 'a run'}")
         say(f"pushed    {repository.address} ({'private' if repository.private else 'public'}, commit {commit[:8]})")
     return 0
+
+
+def _require_frozen(student: StudentConfig, source: Checkpoint) -> None:
+    """Checks that the weights to which adapters are added are those beside which they were trained, as far as it says."""
+    from distill_rl.models.files import fingerprint_model, folder_problems, resolve
+
+    name = checkpoints.FROZEN
+    saved = source.state.fingerprints.get(name)
+    if saved is None or not student.has_adapters:
+        return
+    folder = resolve(student.model, student.revision, weights=True)
+    ConfigError.raise_all(folder_problems("student.model", folder))
+    checkpoints.require_same({name: saved}, {name: fingerprint_model(folder)}, remedy=f"restore them in {folder}")
 
 
 def _write(wanted: _Export, source: Checkpoint) -> int:

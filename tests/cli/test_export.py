@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.load import load_config
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, StudentConfig, TeacherConfig
+from distill_rl.models.files import fingerprint_model
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.run.card import is_untouched
-from distill_rl.run.checkpoints import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import FROZEN, CheckpointStore, SavedState
 from distill_rl.student.engine import StudentEngine
 from distill_rl.types import RunPaths, TrainState
 from tests.helpers import hub as stand_in
@@ -62,6 +63,9 @@ def write_run(root: Path, lora: LoraConfig | None = None) -> Path:
     paths.metrics.write_text(
         "".join(json.dumps({"step": step, "validation/kl_loss": step / 10}) + "\n" for step in (4, 8))
     )
+    fingerprints = {"data": "d" * 64}
+    if lora is not None:
+        fingerprints[FROZEN] = fingerprint_model(root / "student")
     store = CheckpointStore(paths.checkpoints, keep_last=2, keep_best=0, scores=paths.scores)
     world = open_world(rank=0, dp=1, tp=1)
     try:
@@ -71,7 +75,7 @@ def write_run(root: Path, lora: LoraConfig | None = None) -> Path:
                 for parameter in engine.model.parameters():
                     parameter.add_(0.01 * torch.randn_like(parameter))
             engine.step = step
-            draft = store.begin(SavedState(TrainState(step), {"data": "d" * 64}, score=step / 10))
+            draft = store.begin(SavedState(TrainState(step), fingerprints, score=step / 10))
             engine.save(draft.student)
             store.commit(draft)
     finally:
@@ -129,6 +133,24 @@ def test_settings_of_the_computation_and_teachers_that_are_not_here_do_not_matte
         for name in (run.name, trained.name)
     )
     assert plain == other
+
+
+def test_adapters_are_not_merged_with_other_weights_than_they_were_trained_beside(tmp_path: Path) -> None:
+    run, weights = write_run(tmp_path, LoraConfig(rank=2)), tmp_path / "student" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ended = distill_rl_in_process("export", run)
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert "the frozen weights of this run: must be the same as when the checkpoint was saved" in line
+    assert f"restore them in {weights.parent}" in line
+    weights.unlink()
+    ended = distill_rl_in_process("export", run)
+    assert ended.code == 2
+    assert "student.model" in ended.errors[0]
+    assert not (run / "export").exists()
+    weights.write_bytes(content)
+    assert distill_rl_in_process("export", run).code == 0
 
 
 @pytest.mark.parametrize(
