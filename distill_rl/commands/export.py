@@ -13,7 +13,7 @@ from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
-    from distill_rl.config.schema import Config
+    from distill_rl.config.schema import Config, StudentConfig
     from distill_rl.run.checkpoints import Checkpoint
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -74,7 +74,7 @@ def export(
     Raises:
         ConfigError: not a run directory, an output folder that is not empty, or a repository that cannot be pushed to. The
             last is found out before anything is exported.
-        CheckpointError: the checkpoint does not exist or is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged, or its adapters were trained beside other weights.
         PublishError: the upload failed; the folder is complete.
     """
     from distill_rl.config.load import load_config
@@ -94,7 +94,9 @@ def export(
         raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
     repository = None if push is None else open_repository(push, public=public)
     if step is None:
-        step = _write(wanted, _find(wanted, checkpoint))
+        source = _find(wanted, checkpoint)
+        _require_frozen(wanted.config.student, source)
+        step = _write(wanted, source)
         say(f"exported  {wanted.folder} (step {step})")
     else:
         _renew_card(wanted, step)
@@ -104,30 +106,51 @@ def export(
     return 0
 
 
+def _require_frozen(student: StudentConfig, source: Checkpoint) -> None:
+    """Checks that the weights to which adapters are added are those beside which they were trained, as far as it says."""
+    from distill_rl.models.files import fingerprint_model, folder_problems, resolve
+
+    name = checkpoints.FROZEN
+    saved = source.state.fingerprints.get(name)
+    if saved is None or not student.has_adapters:
+        return
+    folder = resolve(student.model, student.revision, weights=True)
+    ConfigError.raise_all(folder_problems("student.model", folder))
+    checkpoints.require_same({name: saved}, {name: fingerprint_model(folder)}, remedy=f"restore them in {folder}")
+
+
 def _write(wanted: _Export, source: Checkpoint) -> int:
     import torch
 
-    from distill_rl.config.schema import ParallelConfig
     from distill_rl.models.export import MAX_FILE_BYTES
     from distill_rl.models.files import tokenizer_of, vocabulary_size
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
 
     step = source.state.train.step
-    # Weights that are not trained come from the student's files.
-    student = replace(wanted.config.student, parallel=ParallelConfig(), quantization=None)
-    tokenizer = tokenizer_of(student)
+    config = _to_export(wanted.config)
+    tokenizer = tokenizer_of(config.student)
     dtypes = {"as_stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
     form = {"dtype": dtypes[wanted.dtype], "max_file_bytes": wanted.max_file_bytes or MAX_FILE_BYTES}
     world = open_world(rank=0, dp=1, tp=1)
     try:
-        config, size = replace(wanted.config, student=student), vocabulary_size(tokenizer)
-        engine = StudentEngine(config, world, vocabulary_size=size, total_steps=max(step, 1))
+        engine = StudentEngine(config, world, vocabulary_size=vocabulary_size(tokenizer), total_steps=max(step, 1))
         engine.load(source.student)
         engine.export(wanted.folder, tokenizer, wanted.card(step, source.state.fingerprints["data"]), **form)
     finally:
         close_world(world)
     return step
+
+
+def _to_export(config: Config) -> Config:
+    """The configuration of a run without what decides how, where and beside whom its student is computed."""
+    from distill_rl.config.schema import ParallelConfig
+
+    # Weights that are not trained come from the student's files.
+    student = replace(
+        config.student, parallel=ParallelConfig(), quantization=None, attention="auto", kernels="torch", compile=False
+    )
+    return replace(config, student=student, teachers=[])
 
 
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:

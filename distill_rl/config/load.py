@@ -368,7 +368,7 @@ def read_config(
         settings: Python values that are placed last, in the same form; a section is merged into that of the source.
 
     Returns:
-        The configuration (None if a file could not be read) and the problems. A missing value stays `"???"`.
+        The configuration (None if a file could not be read) and the problems. A required value that is missing is `"???"`.
     """
     findings = Findings()
     raw: Any = {}

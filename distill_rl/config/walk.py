@@ -340,8 +340,8 @@ def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
 def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
     """An instance of a section of the schema from a raw mapping; keys that the mapping lacks take their defaults.
 
-    An unknown key or a wrong type is added to `findings`, and the setting keeps its default. A required value that is
-    missing is reported and stays `"???"`. Nothing is raised for bad input.
+    An unknown key, a wrong type or a missing value is added to `findings`, and the setting keeps its default, which is
+    `"???"` for a required one. Nothing is raised for bad input.
 
     Args:
         section: a dataclass of the schema.
@@ -357,13 +357,10 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
         key, kind = join(path, entry.name), hints(section)[entry.name]
         default = default_of(entry)
         value = raw.get(entry.name, default)
-        if entry.metadata.get("one") and isinstance(value, str):  # a list of one
+        if entry.metadata.get("one") and isinstance(value, str) and value != MISSING:  # a list of one
             value = [value]
         if value == MISSING and _given(raw, entry.metadata.get("unless", "")):
             values[entry.name] = None
-        elif isinstance(value, str) and value == MISSING:
-            findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
-            values[entry.name] = value
         elif is_dataclass(value):
             values[entry.name] = build(type(value), {}, findings, key)
         else:
@@ -381,11 +378,14 @@ def _given(raw: Any, path: str) -> bool:
 def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
     """The value of one setting, checked against its type; sections and lists are built recursively."""
     # A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None as an empty
-    # section. A value of another type, or a number that is not finite, is reported in `findings`, and the default is returned instead; for
-    # a list entry that is `"???"`, or a section without settings.
+    # section. A missing value, one of another type, or a number that is not finite, is reported in `findings`, and the default is returned instead; for
+    # a list entry that is `"???"`, or a section without settings. A list of numbers with such an entry is its default as a whole.
     plain, optional = unwrap(kind)
     if value is None and optional:
         return None
+    if isinstance(value, str) and value == MISSING:
+        findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
+        return _unset(plain, default, findings, key)
     if plain is not str and _is_old_number(value, findings, key):
         return default
     if is_dataclass(plain):
@@ -394,7 +394,8 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
     elif item_kind(plain) is not None:
         if isinstance(value, list):
             inner = item_kind(plain)
-            return [_value(inner, entry, MISSING, findings, join(key, i)) for i, entry in enumerate(value)]
+            entries = [_value(inner, entry, MISSING, findings, join(key, i)) for i, entry in enumerate(value)]
+            return entries if inner is str or MISSING not in entries else default
     elif is_mapping(plain):
         if isinstance(value, Mapping):
             return _mapping(value, findings, key)
@@ -416,11 +417,15 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         return default
     remedy = _type_remedy(plain, value, key, default, findings)
     findings.add(key, f"must be {_expected(kind)}", findings.shown(key, value), remedy)
-    if is_dataclass(plain) and default is not None:
-        unsaid = Findings()
-        default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
-        findings.keys |= unsaid.keys
-    return default
+    return _unset(plain, default, findings, key)
+
+
+def _unset(plain: Any, default: Any, findings: Findings, key: str) -> Any:
+    """What a setting has whose value cannot be used: its default. The settings of a section then count as reported."""
+    if not is_dataclass(plain) or default is None:
+        return default
+    findings.keys |= {name for name, _, _ in leaves(plain, key)}  # type: ignore[arg-type]
+    return build(plain, {}, Findings(), key)  # type: ignore[arg-type]
 
 
 def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str, Any]:
@@ -526,6 +531,10 @@ def _example(kind: Any, default: Any) -> str:
         return as_yaml(default)
     if plain is str:
         return "PATH"
+    if is_dataclass(plain) or is_mapping(plain):
+        return "{}"
+    if get_origin(plain) is Literal:
+        return str(get_args(plain)[0])
     return {bool: "true", int: "8", float: "0.5"}.get(plain, "[]") if isinstance(plain, type) else "[]"
 
 

@@ -48,9 +48,12 @@ MANIFEST = "MANIFEST.json"
 _DAMAGED = "the checkpoint is damaged; use an older one"
 _FORMER_PAIR, _PAIR = "crossing to teacher ", "tokenizer pair with teacher "
 """Fingerprint of a tokenizer pair: the name in older checkpoints, and the name now."""
+FROZEN = "frozen weights"
+"""Fingerprint of the weights beside which adapters are trained, and which a checkpoint of adapters lacks."""
 _REPLACED = ".tmp-old-"
 _VALID = "needs a valid checkpoint in the run directory"
 _AFRESH = "start afresh with --clean"
+_RESTORE = f"restore it, or {_AFRESH}"
 _BLOCK = 4096
 """Bytes. With less than one block free, a failed write is blamed on lack of space."""
 _POLL_S = 0.1
@@ -475,18 +478,19 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
     return newest
 
 
-def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+def require_same(saved: Mapping[str, str], current: Mapping[str, str], *, remedy: str = _RESTORE) -> None:
     """Checks that data, tokenizers and models are those that a checkpoint was saved with.
 
     What has a fingerprint only now is not compared; what has one only in the checkpoint counts as different.
 
     Args:
         saved, current: fingerprints by name.
+        remedy: what to do about one that differs.
 
     Raises:
         CheckpointError: something differs; one line per difference, with both hashes.
     """
-    rule, remedy = "must be the same as when the checkpoint was saved", "restore it, or start afresh with --clean"
+    rule = "must be the same as when the checkpoint was saved"
     problems = []
     for name, value in saved.items():
         if current.get(name) != value:

@@ -18,7 +18,8 @@ from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.loader import Loader
 from distill_rl.data.order import Order
 from distill_rl.errors import ConfigError
-from distill_rl.models.files import resolve
+from distill_rl.models.files import fingerprint_model, resolve
+from distill_rl.run.checkpoints import FROZEN
 from distill_rl.run.opened import OpenedRun, OpenedTeacher, held_out_batches, with_adapters
 from distill_rl.store.store import SERVED, Manifest, make_store
 from distill_rl.system.files import sha256
@@ -81,6 +82,8 @@ def prepare(run: OpenedRun, paths: RunPaths) -> Job:
         model.fetch()
     assert run.student.folder is not None
     identities = {"student": sha256(run.student.folder / "config.json")}
+    if config.student.has_adapters:
+        identities[FROZEN] = fingerprint_model(run.student.folder)
     identities |= {teacher.name: teacher.identity for teacher in run.teachers}
     specs = {teacher.name: _cross_tokenizer_spec(run, teacher) for teacher in run.crossing}
     assert run.student.facts is not None

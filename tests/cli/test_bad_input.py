@@ -57,6 +57,16 @@ def test_zero_sizes_are_refused_without_deriving_from_them(material, tmp_path):
     assert "Traceback" not in ended.err
 
 
+def test_missing_values_and_wrong_entries_of_every_type_are_reported_at_once(material, tmp_path):
+    missing = ("train.steps", "optimizer.lr", "data.packing", "loss.tail", "run.dir", "student.lora", "schedule")
+    overrides = [f"{key}=???" for key in missing]
+    for betas, words in (("[0.9,null]", ("null",)), ("[0.9,0.95x]", ("0.95x",)), ("[0.9,'???']", ("missing value",))):
+        settings = (f"optimizer.betas={betas}", *overrides, "loss.draws=0")
+        errors = refused("check", "-c", material.config(tmp_path), *settings)
+        expected = [(f"{key}: missing value", f"add {key}=") for key in missing]
+        assert_named(errors, *expected, ("optimizer.betas.1: ", *words), ("loss.draws", "1 or more"))
+
+
 def test_an_unreachable_hub_model_stops_train_but_not_check(material, tmp_path):
     config = material.config(tmp_path)
     checked = distill_rl(

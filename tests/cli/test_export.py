@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from distill_rl.config.load import load_config
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, StudentConfig, TeacherConfig
+from distill_rl.models.files import fingerprint_model
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.run.card import is_untouched
-from distill_rl.run.checkpoints import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import FROZEN, CheckpointStore, SavedState
 from distill_rl.student.engine import StudentEngine
 from distill_rl.types import RunPaths, TrainState
 from tests.helpers import hub as stand_in
@@ -60,6 +63,9 @@ def write_run(root: Path, lora: LoraConfig | None = None) -> Path:
     paths.metrics.write_text(
         "".join(json.dumps({"step": step, "validation/kl_loss": step / 10}) + "\n" for step in (4, 8))
     )
+    fingerprints = {"data": "d" * 64}
+    if lora is not None:
+        fingerprints[FROZEN] = fingerprint_model(root / "student")
     store = CheckpointStore(paths.checkpoints, keep_last=2, keep_best=0, scores=paths.scores)
     world = open_world(rank=0, dp=1, tp=1)
     try:
@@ -69,7 +75,7 @@ def write_run(root: Path, lora: LoraConfig | None = None) -> Path:
                 for parameter in engine.model.parameters():
                     parameter.add_(0.01 * torch.randn_like(parameter))
             engine.step = step
-            draft = store.begin(SavedState(TrainState(step), {"data": "d" * 64}, score=step / 10))
+            draft = store.begin(SavedState(TrainState(step), fingerprints, score=step / 10))
             engine.save(draft.student)
             store.commit(draft)
     finally:
@@ -111,6 +117,40 @@ def test_forms_of_the_folder(run: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits_of(best), logits_of(stored))
     assert "| validation/kl\\_loss | 0.4000 |" in (best / "README.md").read_text()
     assert ModelCard.load(best / "README.md").data["distill_rl"]["step"] == 4
+
+
+def test_settings_of_the_computation_and_teachers_that_are_not_here_do_not_matter(run: Path, tmp_path: Path) -> None:
+    trained = shutil.copytree(run, tmp_path / "run")
+    config = load_config(trained / "config.yaml")
+    config.student = replace(config.student, attention="varlen", kernels="liger", compile=True)
+    config.teachers = [replace(config.teachers[0], model="/no/such/teacher", export="hidden")]
+    save_config(config, trained / "config.yaml")
+    for root in (run, trained):
+        ended = distill_rl_in_process("export", root, "--out", tmp_path / f"of-{root.name}")
+        assert ended.code == 0, ended.err
+    plain, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / f"of-{name}").iterdir() if path.name != "README.md"}
+        for name in (run.name, trained.name)
+    )
+    assert plain == other
+
+
+def test_adapters_are_not_merged_with_other_weights_than_they_were_trained_beside(tmp_path: Path) -> None:
+    run, weights = write_run(tmp_path, LoraConfig(rank=2)), tmp_path / "student" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ended = distill_rl_in_process("export", run)
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert "the frozen weights of this run: must be the same as when the checkpoint was saved" in line
+    assert f"restore them in {weights.parent}" in line
+    weights.unlink()
+    ended = distill_rl_in_process("export", run)
+    assert ended.code == 2
+    assert "student.model" in ended.errors[0]
+    assert not (run / "export").exists()
+    weights.write_bytes(content)
+    assert distill_rl_in_process("export", run).code == 0
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,17 @@ def test_missing_file_folder_and_bad_bytes_give_one_line(tmp_path):
         ),
         ("loss.tail=7", "loss.tail: must be one of bucket, truncate, renormalize; got '7'"),
         ("student.model=???", "student.model: missing value; set it in the file or add student.model=PATH"),
+        ("train.steps=???", "train.steps: missing value; set it in the file or add train.steps=8"),
+        ("student.lora=???", "student.lora: missing value; set it in the file or add student.lora={}"),
+        ("student.quantization=???", "student.quantization: missing value; set it in the file or add student.quantiz"),
+        (
+            "optimizer.betas=[0.9,'???']",
+            "optimizer.betas.1: missing value; set it in the file or add optimizer.betas.1=0.",
+        ),
+        (
+            "evaluate.suites=['???']",
+            "evaluate.suites.0: missing value; set it in the file or add evaluate.suites.0=PATH",
+        ),
         ("student.dtype=null", "student.dtype: must be one of fp32, bf16; got 'null'"),
         ("evaluate.suites=[1]", "evaluate.suites.0: must be text; got 1; put it in quotes"),
         ("foo", "foo: an override is written key=value; for example train.steps=100"),

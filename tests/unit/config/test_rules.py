@@ -2,10 +2,10 @@ import re
 
 import pytest
 
-from distill_rl.config.load import load_config
+from distill_rl.config.load import load_config, read_config
 from distill_rl.config.rules import RULES, notes, problems
 from distill_rl.config.schema import Config, LossConfig
-from distill_rl.config.walk import leaves, pattern_of, values
+from distill_rl.config.walk import item_kind, leaves, pattern_of, values
 
 TEXT = """
 student: {model: s}
@@ -20,6 +20,37 @@ def load(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(TEXT)
     return lambda *overrides: load_config(path, overrides)
+
+
+SECTIONS = ("student", "student.lora", "teachers", "teachers.0", "data", "loss", "optimizer", "train", "evaluate")
+SETTINGS = [key for key, _, _ in leaves(Config)]
+LISTS = [key for key, _, kind in leaves(Config) if item_kind(kind) is not None]
+
+
+@pytest.mark.parametrize("key", sorted({*SECTIONS, *SETTINGS}))
+def test_a_missing_value_is_one_line_and_the_rules_judge_the_default(tmp_path, key):
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    config, findings = read_config(path, [f"{key}=???"])
+    expected = f"{key}: missing value; set it in the file or add {key}="
+    assert [line.startswith(expected) for line in findings.lines].count(True) == 1, findings.lines
+    problems(config)
+    notes(config)
+
+
+@pytest.mark.parametrize(
+    "entries", ["[0.9, null]", "[0.9, 0.95x]", "[0.9, '???']", "[0.9, 0_10]", "[{}, 0.9]", "[.inf, true]"]
+)
+def test_a_wrong_entry_of_a_list_is_one_line_and_the_rules_judge_the_rest(tmp_path, entries):
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    for key in LISTS:
+        config, _ = read_config(path, [f"{key}={entries}"])
+        problems(config)
+    config, findings = read_config(path, [f"optimizer.betas={entries}", "train.steps=0"])
+    assert {line.rpartition(".")[0] for line in findings.keys} == {"optimizer.betas"}
+    assert config.optimizer.betas == Config().optimizer.betas
+    assert problems(config) == ["train.steps: must be 1 or more; got 0"]
 
 
 def test_plain_configuration_has_no_problem(load):

@@ -29,8 +29,8 @@ def copy(material, tmp_path):
     return root
 
 
-def fingerprints(root, data):
-    config = load_config(root / "run.yaml", [f"data.path={root}/{data}"])
+def fingerprints(root, data, *settings):
+    config = load_config(root / "run.yaml", [f"data.path={root}/{data}", *settings])
     return prepare(open_rows(config), RunPaths(root / "runs" / "mine")).fingerprints
 
 
@@ -47,8 +47,8 @@ def add_a_token(root):
         file.write_text(json.dumps(content))
 
 
-def change_a_weight(root):
-    file = root / "teacher" / "model.safetensors"
+def change_a_weight(root, model="teacher"):
+    file = root / model / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -84,6 +84,20 @@ def test_edited_file_is_refused_with_both_hashes(material, copy, data, change, n
     (line,) = caught.value.problems
     assert line.startswith(f"the {name} of this run: ")
     assert re.search(f"{current[name][:16]}, saved with {saved[name][:16]}", line)
+
+
+def test_other_weights_beside_adapters_are_refused(copy):
+    saved = fingerprints(copy, "data.jsonl", "student.lora={}")
+    change_a_weight(copy, "student")
+    current = fingerprints(copy, "data.jsonl", "student.lora={}")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.require_same(saved, current)
+    (line,) = caught.value.problems
+    assert line.startswith("the frozen weights of this run: ")
+    assert f"{current['frozen weights'][:16]}, saved with {saved['frozen weights'][:16]}" in line
+    del saved["frozen weights"]  # as in checkpoints of before
+    checkpoints.require_same(saved, current)
+    assert "frozen weights" not in fingerprints(copy, "data.jsonl"), "all weights are in a checkpoint without adapters"
 
 
 def test_a_checkpoint_of_the_former_order_goes_on_in_it(material, monkeypatch):
