@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from distill_rl.config.capture import CAPTURES
 from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import clock_time, printable, setup_console
 from distill_rl.observe.metrics import SECONDS, STEPS
@@ -18,13 +19,15 @@ _POLL_S = 1.0
 _SILENT_S = 30.0
 """Seconds without a sign of life after which a run counts as dead: it touches its lock file every five."""
 _STEPS = re.compile(r"distill_rl\.run: (?:training  steps \d+ to|steps     )\s*([\d,]+)")
+_CAPTURED = re.compile(r"distill_rl\.run: (stored|stopped)   ")
+"""The last of these lines is `stored` if a capture went through all documents."""
 _FAULT = re.compile(r" (?:WARNING|ERROR) |distill_rl\.run: (?:skipped |going on |.*\breplaced\b|.*\brestarting\b)")
 
 
 def follow(runs: Sequence[Path], *, once: bool) -> int:
     """Prints state, step, time left and the last fault of a run, then each new step and line of its log, until it ends.
 
-    Of several runs it prints a line each. Reads the run directories only; needs neither Ray nor torch.
+    A capture has no steps. Of several runs it prints a line each. Reads the run directories only; needs neither Ray nor torch.
 
     Args:
         once: return after the first lines.
@@ -39,13 +42,14 @@ def follow(runs: Sequence[Path], *, once: bool) -> int:
     if len(runs) > 1:
         width = max(len(run.name) for run in runs)
         for run in runs:
-            known = _KnownState(run)
-            print(printable(f"{run.name:<{width}}  {_state(run)}, step {known.step_text}"))
+            step = "" if _is_capture(run) else f", step {_KnownState(run).step_text}"
+            print(printable(f"{run.name:<{width}}  {_state(run)}{step}"))
         return 0
     (run,) = runs
     known = _KnownState(run)
     print(f"state     {_state(run)}")
-    print(f"step      {known.step_text}")
+    if not _is_capture(run):
+        print(f"step      {known.step_text}")
     if faults := [line for line in known.lines if _FAULT.search(line)]:
         print(f"fault     {printable(faults[-1])}")
     if once:
@@ -70,7 +74,7 @@ class _KnownState:
     """What a run's log and records tell so far."""
 
     def __init__(self, run: Path):
-        self.log, self.metrics = _Tail(run / "logs" / "latest" / "driver.log"), _Tail(run / "metrics.jsonl")
+        self.log, self.metrics = _driver_log(run), _Tail(run / "metrics.jsonl")
         self.lines = list(self.log.lines())
         records = [json.loads(line) for line in self.metrics.lines()]
         self.total = _total(self.lines) or _total_before(run)
@@ -78,10 +82,18 @@ class _KnownState:
         self.step_text = f"{self.step:,} of {self.total or 'an unknown number'}{_left(records, self.step, self.total)}"
 
 
+def _is_capture(run: Path) -> bool:
+    """Whether a run directory is that of a capture; one in which steps were made is a training's, wherever it lies."""
+    return run.resolve().parent.name == CAPTURES and not (run / "metrics.jsonl").exists()
+
+
 def _state(run: Path) -> str:
     """What the run does, by its lock file, which it touches while it lives and empties when it ends."""
     lock = run / ".lock"
     owner = lock.read_text().strip() if lock.exists() else ""
+    if not owner and _is_capture(run):
+        said = [match[1] for line in _driver_log(run).lines() if (match := _CAPTURED.search(line))]
+        return "finished" if said[-1:] == ["stored"] else "ended before its last document"
     if not owner:
         return "finished" if (run / "export").is_dir() else "ended before its last step"
     silent = time.time() - lock.stat().st_mtime
@@ -133,3 +145,8 @@ class _Tail:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         yield from whole.decode(errors="replace").splitlines()
+
+
+def _driver_log(run: Path) -> _Tail:
+    """The log of the latest attempt."""
+    return _Tail(run / "logs" / "latest" / "driver.log")

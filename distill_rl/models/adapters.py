@@ -142,7 +142,7 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
         whole |= {*outline.tables}
     names = tuple(name for name in outline.linear if name in adapted)
     # The settings' targets, or else the last parts of the names, if these find the adapted layers alone; otherwise all names.
-    ends = tuple(lora.targets or sorted({name.rpartition(".")[2] for name in names}))
+    ends = tuple(lora.targets or sorted({_last_part(name) for name in names}))
     found = set().union(*(_ending(outline.parameters, end) for end in ends))
     patterns = ends if found == adapted else names
     return Chosen(names, tuple(name for name in outline.parameters if name in whole), patterns)
@@ -168,6 +168,10 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{each}.") for each in modules)
 
 
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _ending(names: Collection[str], end: str) -> set[str]:
     """The names that are `end`, or end with it after a dot."""
     return {name for name in names if name == end or name.endswith(f".{end}")}
@@ -189,7 +193,7 @@ def _nothing(key: str, rule: str, target: str, names: Collection[str]) -> str:
     texts = [".".join(end) for end in ends if not any(part.isdecimal() for part in end)]
     if near := difflib.get_close_matches(target, texts, n=3, cutoff=0.5):
         return problem(key, rule, target, f"did you mean {', '.join(near)}?")
-    last = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
+    last = dict.fromkeys(_last_part(name) for name in names if name)
     return problem(key, rule, target, f"there are {', '.join(end for end in last if not end.isdecimal())}")
 
 
@@ -201,6 +205,8 @@ class Injected:
     chosen: Chosen
     transposed: bool
     """Whether its layers are GPT-2's, whose weights are [in, out]."""
+    misread: frozenset[str]
+    """Last parts of names by which PEFT looks for experts in this family, though they are names of linear layers."""
 
     def peft_config(self, targets: tuple[str, ...], **others: Any) -> Any:
         """The `LoraConfig` of PEFT.
@@ -221,6 +227,17 @@ class Injected:
             **others,
         )
 
+    def peft_config_of_files(self, **others: Any) -> Any:
+        """The `LoraConfig` of an adapter's folder, by which PEFT finds the same layers in the model of Transformers.
+
+        Layers whose names it misreads are named by their weights, for which it has no dropout.
+        """
+        weights = [end for end in self.chosen.patterns if _last_part(end) in self.misread]
+        config = self.peft_config(tuple(end for end in self.chosen.patterns if end not in weights), **others)
+        if weights:
+            config.target_parameters, config.lora_dropout = [f"{end}.weight" for end in weights], 0.0
+        return config
+
 
 def inject(model: PreTrainedModel, student: StudentConfig) -> None:
     """Gives a model on the meta device its adapters, in place, and marks what is trained: adapters, modules to save.
@@ -228,23 +245,49 @@ def inject(model: PreTrainedModel, student: StudentConfig) -> None:
     These become fp32; everything else keeps its dtype.
 
     Raises:
-        ConfigError: as `choose_layers`.
+        ConfigError: as `choose_layers`, or PEFT adapts other layers.
     """
+    import peft
     import torch
-    from peft import inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
     settings = student.lora
     assert settings is not None
     chosen = choose_layers(Outline.of_model(model), settings)
-    injected = Injected(settings, chosen, isinstance(model.get_submodule(chosen.adapted[0]), Conv1D))
+    transposed = isinstance(model.get_submodule(chosen.adapted[0]), Conv1D)
+    injected = Injected(settings, chosen, transposed, _misread(chosen.adapted, model))
+    # PEFT knows a family by its config: a container without one has its names taken as they are.
+    place = torch.nn.Sequential(model) if injected.misread else model
     with torch.device("meta"):
-        inject_adapter_in_model(injected.peft_config(chosen.adapted), model)
+        peft.inject_adapter_in_model(injected.peft_config(chosen.adapted), place)
+    if different := adapted_layers(model).keys() ^ {*chosen.adapted}:
+        rule = f"PEFT {peft.__version__} adapts other layers of {model.config.model_type} than those that were chosen"
+        raise ConfigError(KEY, rule, min(different), "install the version of PEFT that pyproject.toml names")
     setattr(model, _INJECTED, injected)
     model.requires_grad_(False)
     trained = [layer.get_submodule(part) for layer in adapted_layers(model).values() for part in WEIGHTS]
     for module in [*trained, *(model.get_submodule(name) for name in chosen.whole)]:
         module.float().requires_grad_(True)
+
+
+def _misread(layers: Iterable[str], model: PreTrainedModel) -> frozenset[str]:
+    """The last parts of names of linear layers that PEFT takes for those of experts in files of older versions.
+
+    In families whose experts Transformers has fused since, it adapts the experts in place of any layer with such a name.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found = set()
+    for end in {_last_part(name) for name in layers}:
+        config = PeftConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of two names that stand for one fused tensor
+            found.add(end)
+        if config.target_parameters:
+            found.add(end)
+    return frozenset(found)
 
 
 def injected_in(model: nn.Module) -> Injected | None:
@@ -354,10 +397,9 @@ def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | 
     from safetensors.torch import save_file
 
     place = Path(base).expanduser()
-    chosen = adapter.injected.chosen
     of_base = {"base_model_name_or_path": str(place.resolve()) if place.is_dir() else base, "revision": revision}
-    whole = list(chosen.whole) or None
-    config = adapter.injected.peft_config(chosen.patterns, modules_to_save=whole, inference_mode=True, **of_base)
+    whole = list(adapter.injected.chosen.whole) or None
+    config = adapter.injected.peft_config_of_files(modules_to_save=whole, inference_mode=True, **of_base)
     tensors = {
         f"{_PREFIX}{layer}.{part}.weight": tensor
         for layer, pair in adapter.pairs.items()

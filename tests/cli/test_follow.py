@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,44 @@ def test_a_run_that_was_killed_and_one_that_has_finished_are_told_apart(straight
     nothing = distill_rl("follow", tmp_path)
     assert nothing.code == 2
     assert "must be a run directory, in which a run has begun" in nothing.err
+
+
+SAID = "2026-11-28 19:12:44,911 INFO distill_rl.run: "
+STORED = SAID + "stored    71,571 tokens, 0.1 MiB; 0 tokens were already stored\n"
+STOPPED = SAID + "stopped   what was computed is stored; run the same command again to continue\n"
+STORE = SAID + "store     /targets\n"
+
+
+def capture_folder(folder: Path, log: str, *, lock: str = "") -> Path:
+    """What a capture leaves in STORE/captures/NAME."""
+    attempt = folder / "logs" / "attempt_1"
+    attempt.mkdir(parents=True)
+    (folder / "logs" / "latest").symlink_to("attempt_1")
+    (attempt / "driver.log").write_text(f"{SAID}loading   the models\n{log}")
+    (folder / ".lock").write_text(lock)
+    return folder
+
+
+def test_a_capture_is_told_by_its_log_and_has_no_steps(tmp_path):
+    captures = tmp_path / "store" / "captures"
+    done = capture_folder(captures / "done", STORED + STORE)
+    stopped = capture_folder(captures / "stopped", STORED + STOPPED + STORE)
+    early = capture_folder(captures / "early", STOPPED.replace("what was computed is stored", "before anything"))
+    failed = capture_folder(captures / "failed", SAID + "the capture failed\n")
+    alive = capture_folder(captures / "alive", "", lock="7 on n7")
+    assert distill_rl("follow", done).out.splitlines() == ["state     finished"] * 2
+    assert distill_rl("follow", stopped, "--once").out == "state     ended before its last document\n"
+    assert distill_rl("follow", alive, "--once").out == "state     running, as process 7 on n7\n"
+    assert distill_rl("follow", done, stopped, early, failed).out.splitlines() == [
+        "done     finished",
+        "stopped  ended before its last document",
+        "early    ended before its last document",
+        "failed   ended before its last document",
+    ]
+    training = capture_folder(captures / "training", "")
+    (training / "metrics.jsonl").write_text('{"step": 3}\n')
+    assert distill_rl("follow", ".", "--once", cwd=training).out.splitlines() == [
+        "state     ended before its last step",
+        "step      3 of an unknown number",
+    ]
+    assert distill_rl("follow", ".", "--once", cwd=done).out == "state     finished\n"

@@ -67,7 +67,7 @@ def _parsed(items: Iterable[str]) -> Iterable[Any]:
 
 def _expression(text: str) -> Any:
     """What text without commas outside of brackets means; decimals are exact fractions, `i` is the imaginary unit."""
-    if re.search(r"[0-9] [0-9]", text) or text.count(":") > 1:
+    if re.search(r"(?<![A-Za-z]_)[0-9] [0-9]", text) or text.count(":") > 1:
         raise ValueError("the parser takes `1 2` for a mixed number and `1:2:3` for a fraction")
     text = _DECIMAL.sub(_fraction, text)
     for pattern, spelling in _REWRITTEN:

@@ -26,6 +26,7 @@ _MEASURED = re.compile(
     r"(?P<value>.*?[\w)}\]!%])(?: ?\\text\{(?P<text>[^{}]*[A-Za-z][^{}]*)\}| (?P<word>[A-Za-z][A-Za-z./ ]*[A-Za-z.]))"
     r"(?: ?\^ ?\{?(?P<power>[0-9])\}?)?"
 )
+_JOINED = re.compile(r"((?:^|[=,;]) ?-? ?[0-9.]*[0-9])([A-Za-z][A-Za-z./ ]*[A-Za-z])(?= ?(?:[,;^]|$))")
 _UNITS = {
     alias: names[0]
     for names in map(
@@ -94,7 +95,9 @@ def same_math(gold: str, answer: str) -> bool:
         return _seconds(gold) == _seconds(answer)
     if _WORDS.fullmatch(gold):
         return _words(gold) == _words(answer)
-    return any(_same_reading(ours, theirs) for ours in _readings(gold) for theirs in _readings(answer))
+    sides = _readings(answer)
+    sides = [*dict.fromkeys(sides + [_JOINED.sub(_unit_apart, side) for side in sides])]
+    return any(_same_reading(ours, theirs) for ours in _readings(gold) for theirs in sides)
 
 
 def _tight(text: str) -> str:
@@ -177,6 +180,13 @@ def _unit(text: str) -> tuple[tuple[str, ...], int]:
     power = max((_POWERS.get(word, 0) or int(word[1:] if word[0] == "^" else 0) for word in words), default=0) or 1
     names = [word for word in words if word not in _POWERS and word[0] != "^"]
     return tuple(_UNITS.get(word) or _UNITS.get(word.removesuffix("s"), word) for word in names), power
+
+
+def _unit_apart(match: re.Match[str]) -> str:
+    """A number and its unit with a blank between; what is no unit, or a single letter, may be a product of variables."""
+    is_unit = all(len(word) > 1 for word in re.findall("[A-Za-z]+", match[2]))
+    known = is_unit and all(word in _UNITS.values() for word in _unit(match[2])[0])
+    return f"{match[1]} {match[2]}" if known else match[0]
 
 
 def _units_differ(gold: _Answer, answer: _Answer) -> bool:

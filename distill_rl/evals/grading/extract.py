@@ -49,7 +49,8 @@ _RESULT = (  # 8 of `5 + 3 = 8` and of `5 cups + 3 cups = 8 cups`, 15 of `15`, n
     rf"({_NUMBER})(?!{_OPERATOR}\(?\\?[$€£]?[0-9])"
 )
 _ANY_NUMBER = re.compile(_NUMBER)
-_HASHES = re.compile(rf"####{_MARKUP}{_RESULT}", re.IGNORECASE)
+_HEADING = r"[\s*_]{0,16}+[0-9]{1,2}[.)][ \t*_]{0,8}+[^\W\d_]"  # of `#### 2. Daily earnings`
+_HASHES = re.compile(rf"####(?!{_HEADING}){_MARKUP}{_RESULT}", re.IGNORECASE)
 _ANSWER_IS = re.compile(
     rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_MARKUP}(?:[a-z]\s?=\s?)?{_RESULT}", re.IGNORECASE
 )
@@ -184,7 +185,7 @@ def last_letter(text: str, letters: str = "ABCD") -> str | None:
 def last_number(text: str) -> str | None:
     """The final number of a text, for `equivalence.same_number`: the last one after `####`, otherwise the last one
     after "answer is" or "answer:", otherwise the last number in the text; None without any number. Of a calculation
-    after these words its result counts, and one without a result does not.
+    after these words its result counts, and one without a result does not. `#### 2. Daily earnings` is a heading.
 
     It is returned without thousands separators and currency signs, with `-` for any minus sign, a fraction as `a/b`,
     and a mixed number as `n a/b`.

@@ -39,7 +39,7 @@ _SPELLINGS = tuple(
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\frac ?([0-9a-z]|\\pi) ?(?=[0-9a-z{])", r"\\frac{\1}"),
         (r"\\frac ?(\{(?:[^{}]|\{[^{}]*\})*\}) ?([0-9a-z])", r"\\frac\1{\2}"),
-        (r"\\sqrt ?([0-9a-z])", r"\\sqrt{\1}"),
+        (r"\\sqrt ?(\[[0-9a-z]+\])? ?([0-9a-z])", r"\\sqrt\1{\2}"),
         (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
         (r"\\([lr])brack(?![A-Za-z])", lambda match: "[" if match[1] == "l" else "]"),

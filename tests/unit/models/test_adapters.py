@@ -13,13 +13,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.config.schema import LoraConfig
+from distill_rl.errors import ConfigError
 from distill_rl.models import adapters, forward
+from distill_rl.models.classes import survey
 from distill_rl.models.export import export_model
 from distill_rl.models.files import read_tokenizer
 from distill_rl.models.parallelize import reshard
 from distill_rl.parallel.mesh import World
+from distill_rl.student.engine import StudentEngine
 from tests.helpers.load import load_model
+from tests.helpers.lora import VOCABULARY, lora_config, run_steps
 from tests.helpers.models import write_tiny_model
+from tests.helpers.zoo import LEAKING, MIXTURES, write_family
 
 IDS, POSITIONS = torch.arange(3, 15)[None], torch.arange(12)[None]
 STUDENTS = {
@@ -28,10 +33,17 @@ STUDENTS = {
     "phi3": {"family": "phi3", "whole": ["norm"]},
     "mixtral": {"family": "mixtral", "whole": ["lm_head"]},  # experts are fused on load
 }
+LIKE_EXPERTS = ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe")
+"""Mixtures whose shared experts and dense layers have the names that the experts had before they were fused."""
+STUDENTS |= {name: {"zoo": name, "whole": ["norm"]} for name in LIKE_EXPERTS}
 
 
 def student_of(folder: Path, world: World, **settings):
     return load_model(folder, world, role="student", dtype="fp32", lora=LoraConfig(rank=4, alpha=6.0, **settings))
+
+
+def write_student(path: Path, zoo: str = "", **kind) -> Path:
+    return write_family(path, zoo, vocab_size=VOCABULARY) if zoo else write_tiny_model(path, **kind)
 
 
 def disturb(model: torch.nn.Module) -> None:
@@ -53,7 +65,7 @@ def plain_logits(model: torch.nn.Module) -> Tensor:
 def test_student_is_peft_s_model_and_its_export_is_peft_s_merge(tmp_path: Path, world: World, name: str) -> None:
     kind = dict(STUDENTS[name])
     whole = kind.pop("whole", [])
-    source, out = write_tiny_model(tmp_path / "source", **kind), tmp_path / "out"
+    source, out = write_student(tmp_path / "source", **kind), tmp_path / "out"
     student = student_of(source, world, modules_to_save=whole).eval()
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
@@ -73,11 +85,57 @@ def test_student_is_peft_s_model_and_its_export_is_peft_s_merge(tmp_path: Path, 
     assert all(torch.equal(tensor, merged[key]) for key, tensor in ours.items())
     changed = [key for key in ours if not torch.equal(ours[key], before[key])]
     assert changed, "what was trained"
-    assert not any("experts" in key or "ln_1" in key or "input_layernorm" in key for key in changed), "nothing else"
+    assert not any(".experts." in key or "ln_1" in key or "input_layernorm" in key for key in changed), "nothing else"
 
     settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (4, 6)
     assert settings["base_model_name_or_path"] == str(source.resolve())
+    assert bool(settings["target_parameters"]) == (name in LIKE_EXPERTS), "else PEFT finds layers by their names"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_layers_of_a_mixture_are_those_that_check_counts_and_a_step_changes_them_alone(
+    tmp_path: Path, world: World, family: str
+) -> None:
+    config = lora_config(write_family(tmp_path, family, vocab_size=VOCABULARY), [])
+    config.data.packing = family not in LEAKING
+    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+    layers = adapters.adapted_layers(engine.model)
+    counted = survey(tmp_path, config.student)
+    assert len(layers) == counted.layers
+    assert sum(parameter.numel() for parameter in engine.parameters) == counted.trained
+    names = {end.rpartition(".")[2] for end in layers}
+    assert {"gate_proj", "up_proj", "down_proj"} <= names or family not in LIKE_EXPERTS
+    before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    assert any(run_steps(engine, 0, 2))
+    changed = {name for name, now in engine.model.named_parameters() if not torch.equal(now, before[name])}
+    assert changed == {f"{name}.{part}.default.weight" for name in layers for part in adapters.WEIGHTS}
+
+
+@pytest.mark.parametrize("targets", [["shared_experts.down_proj"], ["up_proj", "q_b_proj"]])
+def test_peft_reads_some_targets_that_are_named_like_experts_and_dropout(
+    tmp_path: Path, world: World, targets: list[str]
+) -> None:
+    source, out = write_family(tmp_path / "source", "deepseek_v3"), tmp_path / "out"
+    student = student_of(source, world, targets=targets, dropout=0.5).eval()
+    disturb(student)
+    with torch.no_grad():
+        trained = forward.logits(student, IDS, POSITIONS)
+    export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=out)
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), out / "adapter")
+    torch.testing.assert_close(plain_logits(peft), trained, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_a_peft_that_adapts_other_layers_is_refused_in_one_line(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_family(tmp_path, "dots1")
+    monkeypatch.setattr(
+        adapters, "_misread", lambda *_: frozenset()
+    )  # PEFT's rule is not what this module takes it for
+    with pytest.raises(ConfigError, match=r"^student.lora: PEFT [\d.]+ adapts other layers of dots1 .*got model\."):
+        student_of(source, world)
 
 
 def test_base_is_frozen_in_the_compute_dtype_and_held_once(tmp_path: Path, world: World) -> None:

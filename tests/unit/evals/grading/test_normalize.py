@@ -41,6 +41,7 @@ from distill_rl.evals.grading.normalize import normalize, split, to_latex
         (r"\sqrt2", r"\sqrt{2}"),
         ("3*sqrt(2)", r"3*\sqrt{2}"),
         (r"\sqrt[3]{2}", r"\sqrt[3]{2}"),
+        (r"\sqrt[3]2x", r"\sqrt[3]{2}x"),
         (r"\left(1,2\right]", "(1,2]"),
         (r"\left\lbrace 1\right\rbrace", r"\{ 1\}"),
         (r"x\leq 3", r"x\le 3"),
