@@ -13,7 +13,14 @@ from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenP
 from distill_rl.align.chats import Message, content_spans, render
 from distill_rl.align.dp.windows import WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment, IdPair, IdRow, StopPairs, as_pairs, pair_stops_of_spans
-from distill_rl.align.place import equal_spans, keep_same_place, place_in_chat, positions_by_offsets, strips_spans
+from distill_rl.align.place import (
+    equal_spans,
+    keep_equal_specials,
+    keep_same_place,
+    place_in_chat,
+    positions_by_offsets,
+    strips_spans,
+)
 from distill_rl.align.vocabulary import TextEncoder, compose, encode, read_vocabulary, words_of
 
 # Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse.
@@ -292,20 +299,26 @@ class TokenAligner:
         student, teacher = (self.tokenize_messages(messages, side, options=options) for side in _SIDES)
         return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
 
-    def tokenize_student(self, text: str, *, end: bool = False) -> Tokenized:
+    def tokenize_student(self, text: str, *, end: bool = False, with_specials: bool = False) -> Tokenized:
         """Normalises a text and tokenises it for the student, with the special tokens that its tokenizer writes.
 
         Args:
             end: append eos, if the student has one and it is not the last token already.
+            with_specials: the text of a special token is that token, which is compared only with one of the other side; the
+                text is then one span. Both sides must be tokenised in the same way.
 
         Raises:
             ValueError: a lone surrogate.
         """
-        return self._tokenize(0, text, end)
+        return self._tokenize(0, text, end, with_specials)
 
-    def tokenize_teacher(self, text: str, *, end: bool = False) -> Tokenized:
+    def tokenize_teacher(self, text: str, *, end: bool = False, with_specials: bool = False) -> Tokenized:
         """Normalises a text and tokenises it for the teacher, as `tokenize_student` does for the student."""
-        return self._tokenize(1, text, end)
+        return self._tokenize(1, text, end, with_specials)
+
+    def has_specials(self, text: str) -> bool:
+        """Whether a text has the text of a special token of either side."""
+        return any(encoder.first_special(text) is not None for encoder in self._encoders)
 
     def tokenize_messages(
         self,
@@ -354,7 +367,7 @@ class TokenAligner:
             return [self.normalize_all(item) for item in value]
         return value
 
-    def _tokenize(self, i: int, text: str, end: bool) -> Tokenized:
+    def _tokenize(self, i: int, text: str, end: bool, with_specials: bool) -> Tokenized:
         """Normalises a text and tokenises it for the student (`i` = 0) or the teacher (1)."""
         # Offsets are filled in only if the tokens may not spell the text (`Vocabulary.lossy` is set). With `end`, eos
         # is appended if the tokenizer has one and did not write it as the last token; an eos that was appended covers
@@ -363,7 +376,11 @@ class TokenAligner:
         encode(text)
         vocabulary, encoder = self._vocabularies[i], self._encoders[i]
         # A lossy tokenizer will usually need offsets, so get them in the same pass.
-        ids, offsets = encoder.offsets(text) if vocabulary.lossy else (encoder.ids(text), None)
+        offsets: np.ndarray | None
+        if with_specials:
+            ids, offsets = encoder.with_specials(text)
+        else:
+            ids, offsets = encoder.offsets(text) if vocabulary.lossy else (encoder.ids(text), None)
         eos = vocabulary.roles.get("eos")
         ended = len(ids) > 0 and ids[-1] == eos
         if ended and eos == vocabulary.unknown and offsets is not None:
@@ -372,7 +389,7 @@ class TokenAligner:
         if end and eos is not None and not ended:
             ids = np.append(ids, np.int32(eos))
             offsets = None if offsets is None else np.concatenate([offsets, np.zeros((1, 2), np.int64)])
-        return Tokenized(ids, text, None, offsets)
+        return Tokenized(ids, text, ((0, len(text)),) if with_specials else None, offsets)
 
     def pair(
         self,
@@ -499,7 +516,7 @@ class TokenAligner:
         if self.student.hash == self.teacher.hash and np.array_equal(*ids):
             # Both sides lose the same text, so their tokens match even where they do not spell it.
             sides = replace(sides[0], faithful=None), replace(sides[1], faithful=None)
-        chunks = chunks_by_spans(*sides, equal)
+        chunks = keep_equal_specials(chunks_by_spans(*sides, equal), self._vocabularies, ids)
         stops = pair_stops_of_spans(self._vocabularies, ids, sides, spans)
         return make_alignment(ids, chunks, located.method, exact, stops)
 

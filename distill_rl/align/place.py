@@ -104,6 +104,27 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
     return bool((spans[span[has_span], 0] < ends[has_span]).any())
 
 
+def keep_equal_specials(
+    chunks: TokenChunks, vocabularies: tuple[Vocabulary, Vocabulary], ids: tuple[np.ndarray, np.ndarray]
+) -> TokenChunks:
+    """Chunks without those in which a special token of one side is text on the other, renumbered; often the same object.
+
+    A side that spells a token's name letter by letter says nothing of how probable the token is.
+
+    Args:
+        vocabularies, ids: of student and teacher; ids int32 [n], int32 [m].
+    """
+    counts = []
+    for vocabulary, side, chunk in zip(vocabularies, ids, (chunks.student, chunks.teacher)):
+        written = chunk[vocabulary.special.take(side.astype(np.intp)) & (chunk >= 0)]
+        counts.append(np.bincount(written, minlength=chunks.count))
+    keep = counts[0] == counts[1]
+    if keep.all():
+        return chunks
+    kept = keep_chunks(keep, chunks.student, chunks.teacher)
+    return TokenChunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
+
+
 def positions_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets: np.ndarray) -> TokenPositions:
     """Positions of the tokens in bytes, according to the tokenizer's offsets and checked against the text.
 

@@ -258,6 +258,10 @@ class TextEncoder:
         """int32 [n]: ids as from `ids`; int64 [n, 2]: the characters of `text` that each of them covers."""
         return _arrays(self._plain.encode(text, add_special_tokens=add_special))
 
+    def with_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """As `offsets`, but the text of a special token is that token."""
+        return _arrays(self._with_specials.encode(text))
+
     def chat(self, text: str, contents: Sequence[CharSpan] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a rendered chat: special tokens count as such where the template writes them, not inside a message.
 

@@ -424,7 +424,7 @@ class DocumentAligner:
         """Step 1: all tokens of a document on every side, not cut to `max_length`.
 
         All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if
-        they have one. Only teachers that are asked for the document count: without any, it is tokenised as for a student
+        they have one, and read the text of a special token as that token. Only teachers that are asked for the document count: without any, it is tokenised as for a student
         that has no such teacher.
 
         Raises:
@@ -441,10 +441,14 @@ class DocumentAligner:
         for teacher in teachers.values():
             text = teacher.aligner.normalize(text)
         # The student's side is the same in all aligners.
-        student = next(iter(teachers.values())).aligner.tokenize_student(text, end=True)
+        written = any(teacher.aligner.has_specials(text) for teacher in teachers.values())
+        student = next(iter(teachers.values())).aligner.tokenize_student(text, end=True, with_specials=written)
         name = name_of(document["text"])
         encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), name=name)
-        theirs = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in teachers.items()}
+        theirs = {
+            i: teacher.aligner.tokenize_teacher(text, end=True, with_specials=written)
+            for i, teacher in teachers.items()
+        }
         return TokenizedDocument(student, encoded, theirs, dict.fromkeys(theirs, name))
 
     def _tokenize_chat(

@@ -147,3 +147,34 @@ def test_ids_alone_give_the_same_chunks(student: str, teacher: str) -> None:
             assert by_ids.exact
             assert np.array_equal(by_ids.student_chunk, by_text.student_chunk), text
             assert np.array_equal(by_ids.teacher_chunk, by_text.teacher_chunk), text
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [*PAIRS, ("qwen3", "gpt2"), ("gpt2", "mistral-v1"), ("qwen3", "t5-small")]
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "One two.<|endoftext|>Three four.",
+        "<|im_start|>user\nHi there<|im_end|>\n",
+        "One </s> two",
+        "<s>[INST] one [/INST] two</s>",
+    ],
+)
+def test_special_tokens_that_a_text_has_are_read_as_each_side_reads_them(student, teacher, text):
+    """One that only one side knows is compared with nothing, all other text that both spell is."""
+    sides = real(student), real(teacher)
+    aligner = TokenAligner(*sides)
+    read = [aligner.tokenize_student(text, with_specials=True), aligner.tokenize_teacher(text, with_specials=True)]
+    for tokenizer, tokens in zip(sides, read):
+        assert tokens.ids.tolist() == tokenizer(aligner.normalize(text))["input_ids"]
+    pair = aligner.pair(*read)
+    rows = (pair.student_ids, pair.student_chunk), (pair.teacher_ids, pair.teacher_chunk)
+    specials = [{*tokenizer.all_special_tokens} for tokenizer in sides]
+    for i in range(pair.num_chunks):
+        tokens = [tokenizer.convert_ids_to_tokens(ids[chunk == i]) for tokenizer, (ids, chunk) in zip(sides, rows)]
+        written = [[token for token in side if token in known] for side, known in zip(tokens, specials)]
+        assert written[0] == written[1]
+        spelt = [tokenizer.decode(ids[chunk == i]).strip() for tokenizer, (ids, chunk) in zip(sides, rows)]
+        assert spelt[0] == spelt[1]
+    assert pair.num_chunks >= 2

@@ -81,6 +81,32 @@ def test_special_tokens_in_texts_are_read_as_without_a_teacher(turn: dict[str, A
     assert np.array_equal(tokens.label_mask, alone.label_mask)
 
 
+@pytest.mark.parametrize("text", ["one two</s>three four", "<|turn|>one two<|end|>\n<|turn|>three</s>", "one two"])
+def test_a_rendered_corpus_keeps_its_special_tokens(text: str) -> None:
+    """Each is compared with the same token of the other side, and so is what lies between them."""
+    learner, other = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
+    tokenization = Tokenization(learner, DataConfig(max_length=999), format="text")
+    teachers = {0: CrossTokenizerTeacher.of("t", learner, other, AlignerConfig())}
+    document = {"row": 0, "text": text}
+    ((piece,),) = (each.pieces for each in DocumentAligner(tokenization, teachers, {0: 999}).align([document]))
+    assert np.array_equal(piece.encoded.input_ids, tokenization.encode_all(document).input_ids)
+    pair = piece.alignments[0]
+    ends = [] if text.endswith("</s>") else [other.eos_token_id]
+    assert pair.teacher_ids.tolist() == [*other(text)["input_ids"], *ends]
+    compared = [
+        (
+            learner.decode(pair.student_ids[pair.student_chunk == i]),
+            other.decode(pair.teacher_ids[pair.teacher_chunk == i]),
+        )
+        for i in range(pair.num_chunks)
+    ]
+    assert all(one == same for one, same in compared)
+    found = "".join(one for one, _ in compared)
+    whole = text if text.endswith("</s>") else f"{text}</s>"
+    assert whole.endswith(found)
+    assert len(whole) - len(found) <= len("<|turn|>")  # nothing predicts the first token
+
+
 @pytest.mark.parametrize("loss_on", ["all", "assistant"])
 def test_the_next_role_ends_the_last_turn_on_both_sides(loss_on: str) -> None:
     """Words of the texts also stand in what the templates write."""
