@@ -287,13 +287,32 @@ def test_contents_around_thoughts_that_are_cut_are_found():
     assert content_spans(text[:33], chat[:3], lambda chat: render(tokenizer, chat)) == spans[:3]
 
 
-def test_thoughts_and_calls_have_spans():
-    text = '<user>f<assistant>hm so call f{"a": 1} call g{}'
-    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"a": 1}), ("g", {}))]
+# A thought, the content, and calls with their arguments in JSON or one by one.
+CALLS_OF = (
+    "{{% for m in messages %}}{{{{ '<' + m.role + '>' }}}}"
+    "{{% if m.reasoning_content %}}{{{{ m.reasoning_content }}}} so {{% endif %}}{{{{ m.content }}}}"
+    "{{% for c in m.tool_calls or [] %}}{{{{ ' call ' + c.function.name }}}}{arguments}{{% endfor %}}{{% endfor %}}"
+)
+IN_JSON = "{{ c.function.arguments | tojson }}"
+ONE_BY_ONE = "{% for k, v in c.function.arguments | dictsort %}{{ '\n' + k + '=' + v | string }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spans"),
+    [(IN_JSON, ["f", '{"b": "f", "a": 1}', "g", "{}"]), (ONE_BY_ONE, ["f", "a=1\nb=f", "g", ""])],
+)
+def test_thoughts_and_calls_have_spans(arguments: str, spans: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CALLS_OF.format(arguments=arguments)
+    called = (("f", {"b": "f", "a": 1}), ("g", {}))
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in called]
     turn = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls}
-    spans = message_spans(text, [{"role": "user", "content": "f"}, turn])
-    said = [[text[slice(*span)] for span in of_message] for of_message in spans]
-    assert said == [["f"], ["hm", "so", "f", '{"a": 1}', "g", ""]]
+    chat = [{"role": "user", "content": "f"}, turn]
+    text = render(tokenizer, chat)
+    found = message_spans(text, chat, lambda chat: render(tokenizer, chat))
+    assert [[text[slice(*span)] for span in of_message] for of_message in found] == [["f"], ["hm", "so", *spans]]
+    without = message_spans(text, chat)
+    assert [[text[slice(*span)] for span in of_message] for of_message in without] == [["f"], ["", "so", *[""] * 4]]
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
