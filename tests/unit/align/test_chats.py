@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
 from distill_rl.align.chats import any_of, find_texts, message_spans, quoted_spans, render, template_form, text_of
+from distill_rl.align.place import join_spans
 from tests.helpers.align import (
     DATA,
     FAMILIES,
@@ -362,6 +363,18 @@ def test_texts_whose_place_is_not_known_are_missing() -> None:
         found = find_texts(render(tokenizer, chat), chat, lambda chat, made=tokenizer: render(made, chat))
         assert found.complete == complete
         assert TokenAligner(tokenizer, with_template(body)).align_messages(chat).exact == complete
+
+
+def test_pieces_that_touch_on_both_sides_are_one() -> None:
+    """Otherwise a token that reaches from a thought into the tag behind it would be in no chunk."""
+    pieces = np.array([[0, 2, 5, 7], [2, 4, 7, 9], [4, 6, 10, 12], [7, 9, 12, 14], [9, 10, 14, 15]])
+    assert join_spans(pieces).tolist() == [[0, 4, 5, 9], [4, 6, 10, 12], [7, 10, 12, 15]]
+    assert join_spans(pieces[:0]).shape == (0, 4)
+    chat = [CHAT[1], {"role": "assistant", "content": "<think>\nA number.\n</think>\n\nSo."}]
+    result = make_aligner("byte_level", "tiktoken").align_messages(chat)
+    inside = chunk_bytes(family("byte_level"), result.student_ids, result.student_chunk, result.num_chunks)
+    assert b"".join(inside) == "".join(message["content"] for message in chat).encode()
+    assert result.exact
 
 
 SAID_FIRST = "<a>{{ m.content }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
