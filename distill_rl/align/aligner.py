@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill_rl.align.alignment import Alignment, TokenChunks, Tokenized, TokenPositions, chunks_by_spans, writable
-from distill_rl.align.chats import Message, content_spans, render
+from distill_rl.align.chats import Message, find_texts, quoted_spans, render
 from distill_rl.align.dp.windows import WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment, IdPair, IdRow, StopPairs, as_pairs, pair_stops_of_spans
 from distill_rl.align.place import (
     equal_spans,
+    join_spans,
     keep_equal_specials,
     keep_same_place,
     place_in_chat,
@@ -341,7 +342,7 @@ class TokenAligner:
             special_tokens_in_text: tokenise text in a message that looks like a special token as that token.
 
         Returns:
-            the tokens with their offsets and the spans of the messages' texts (`message_spans`).
+            the tokens with their offsets and the spans of the messages' texts (`find_texts`).
         Raises:
             ValueError: without `rendered`, a tokenizer that has no chat template; a text with a lone surrogate; another
                 name of a side.
@@ -353,9 +354,15 @@ class TokenAligner:
         options = options or {}
         text = self.normalize(render(tokenizer, normalized, **options) if rendered is None else rendered)
         encode(text)
-        spans = content_spans(text, normalized, lambda chat: self.normalize(render(tokenizer, chat, **options)))
-        ids, offsets = self._encoders[i].chat(text, () if special_tokens_in_text else spans)
-        return Tokenized(ids, text, spans, offsets)
+
+        def write(chat: list[dict[str, Any]]) -> str:
+            return self.normalize(render(tokenizer, chat, **options))
+
+        found = find_texts(text, normalized, write)
+        encoder = self._encoders[i]
+        quoted = () if special_tokens_in_text else quoted_spans(text, normalized, write, encoder.special_pattern)
+        ids, offsets = encoder.chat(text, quoted)
+        return Tokenized(ids, text, found.spans, offsets, found.complete)
 
     def normalize_all(self, value: Any) -> Any:
         """A value with every text in it normalised: a message, a list of tools; dicts and lists are copied."""
@@ -480,16 +487,16 @@ class TokenAligner:
         tokenized = student, teacher
         sides_and_texts = zip(self._vocabularies, tokenized, texts)
         by_bytes = [place_in_chat(vocabulary, side.ids, text) for vocabulary, side, text in sides_and_texts]
-        equal, spans = equal_spans(tokenized, texts)
+        equal, spans, complete = equal_spans(tokenized, texts)
         located = self._locate(tokenized, by_bytes)
         if located is None:
             raise ValueError("ids with spans must be those of their text, got others; use the ids of tokenize_messages")
         exact = all(positions is not None and positions.exact for positions in by_bytes)
-        exact = exact and np.array_equal(equal, spans)
+        exact = exact and complete and np.array_equal(equal, spans)
         ids = student.ids, teacher.ids
         sides = zip(self._vocabularies, ids, located.sides, (spans[:, :2], spans[:, 2:]))
         exact = exact and not any(strips_spans(*side) for side in sides)
-        return self._by_positions(ids, located, equal, spans, exact)
+        return self._by_positions(ids, located, join_spans(equal), spans, exact)
 
     def _locate(
         self, tokenized: tuple[Tokenized, Tokenized], by_bytes: Sequence[TokenPositions | None]
@@ -530,7 +537,7 @@ class TokenAligner:
         encoder, ids = self._encoders[i], tokenized.ids
         text = tokenized.text
         if tokenized.spans is not None:
-            encodings = iter([encoder.chat(text, tokenized.spans)])
+            encodings = iter([encoder.chat(text, sorted(tokenized.spans))])
         else:
             encodings = (encoder.offsets(text, add_special=add_special) for add_special in (True, False))
         for expected, offsets in encodings:

@@ -193,6 +193,8 @@ class Tokenized:
     """Character spans of `text` to align, the i-th with the other side's i-th; None: the whole text"""
     offsets: np.ndarray | None = None
     """int64 [n, 2]: the characters that each token covers; None: computed when they are needed"""
+    complete: bool = True
+    """Whether the spans hold all texts of a chat's messages that its template writes"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
+from distill_rl.align.marks import Marks, Place, bare_forms
 from distill_rl.system.template_budget import FIXED_DATE, within_budget
 
 # The form in which a chat template reads contents and tool calls, found by rendering small chats.
@@ -206,145 +208,318 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:
-    """Where the messages' texts stand in a rendered chat, in order; the spans of `message_spans`, one after another."""
+    """Where the messages' texts stand in a rendered chat; the spans of `message_spans`, one after another."""
     return tuple(span for spans in message_spans(rendered, messages, render) for span in spans)
 
 
 def message_spans(
     rendered: str, messages: Sequence[Message], render: Render | None = None
 ) -> tuple[tuple[CharSpan, ...], ...]:
-    """Where each message's texts stand in a rendered chat, in order and without overlap.
+    """Where each message's texts stand in a rendered chat.
 
     A message has one span for its content and, if it has them, one before it for each text of reasoning and two behind
-    it for each tool call (name, arguments). Their number depends on the message only, so that two templates give
-    equally many.
-
-    With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
-    what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
-    is not mistaken for a header. Without `render`, or where that fails, each content is searched for from the end of the
-    content before it. Reasoning and tool calls are searched for between the contents.
+    it for each tool call (name, arguments).
 
     Args:
-        rendered: the chat template's text for these messages.
-        render: messages → text with the same template; None: only the search is used.
+        rendered, messages, render: as for `find_texts`.
     Returns:
-        (start, stop) in characters of `rendered`; an empty span for a text that is empty or that the template does not
-            write.
+        (start, stop) in characters of `rendered`, from the first to the last piece of each text; an empty span for a text
+            that is empty, that the template does not write, or whose place is not known.
     """
-    contents = [text_of(message) for message in messages]
-    by_markers = _spans_by_markers(rendered, messages, contents, render) if render else None
-    spans = by_markers if by_markers is not None else _spans_by_search(rendered, contents)
-    cursor, result = 0, []
-    for i, message in enumerate(messages):
-        next_content = next((start for start, stop in spans[i + 1 :] if stop > start), len(rendered))
-        result.append(_texts_of(rendered, message, spans[i], cursor, next_content))
-        cursor = result[-1][-1][1]
+    end, result = 0, []
+    for texts in find_texts(rendered, messages, render).pieces:
+        spans = []
+        for pieces in texts:
+            written = [piece for piece in pieces if piece[1] > piece[0]] or [(end, end)]
+            spans.append((min(start for start, _ in written), max(stop for _, stop in written)))
+            end = spans[-1][1]
+        result.append(tuple(spans))
     return tuple(result)
 
 
-def _texts_of(rendered: str, message: Message, content: CharSpan, cursor: int, stop: int) -> tuple[CharSpan, ...]:
-    """The spans of one message's texts: reasoning, content, and name and arguments of each tool call."""
-    spans: list[CharSpan] = []
-    limit = content[0] if content[1] > content[0] else stop
+@dataclass(frozen=True, slots=True)
+class FoundTexts:
+    """Where the texts of a chat's messages stand in a rendered chat."""
+
+    pieces: tuple[tuple[tuple[CharSpan, ...], ...], ...]
+    """For each message, the spans of each text's pieces; empty for a piece that is not written, or not found. The pieces
+    depend on the message alone, so that two templates have equally many."""
+    complete: bool
+    """Whether all that is written was found"""
+
+    @property
+    def spans(self) -> tuple[CharSpan, ...]:
+        """Those of all pieces, in the order of the messages; an empty one stands behind the one before."""
+        end, result = 0, []
+        for start, stop in (span for texts in self.pieces for pieces in texts for span in pieces):
+            start, end = (start, stop) if stop > start else (end, end)
+            result.append((start, end))
+        return tuple(result)
+
+
+def find_texts(rendered: str, messages: Sequence[Message], render: Render | None = None) -> FoundTexts:
+    """Where the texts of a chat's messages stand in a rendered chat.
+
+    The chat is rendered a second time with marks in place of the texts (`Marks`), so that a content of "user" is not
+    mistaken for a header, and the name of a tool not for an argument. Texts are marked in pieces, each of which a template
+    may write at another place or in other words:
+
+    - contents and reasoning: what stands between `<think>` tags, and the tags;
+    - arguments of calls: the keys and texts of the object, and what JSON writes between them.
+
+    A piece that is not marked, a tag or what JSON writes, is found where it touches those beside it. Without `render`, or
+    from the first mark on around which the rendered chat does not have the same text, only contents are searched for, in
+    order; the places of other texts are not known.
+
+    Args:
+        rendered: the chat template's text for these messages, perhaps with a stop behind it.
+        render: messages → text with the same template; None: only the search is used.
+    """
+    marks = Marks(rendered)
+    marked = [_mark_message(message, marks) for message in messages]
+    places: dict[int, Place] = {}
+    failed: int | None = 0
+    written = set(range(len(marks)))
+    if render is not None:
+        try:
+            again = render([message.marked for message in marked])
+        except Exception:  # some templates reject unknown contents; the search remains
+            pass
+        else:
+            written = marks.written(again)
+            found, failed = marks.places(again)
+            places = dict(reversed(found))  # the first place of each
+    if failed is not None:
+        _search(rendered, marked, written, places, failed)
+    pieces = tuple(_spans_of_message(rendered, message, places) for message in marked)
+    return FoundTexts(pieces, failed is None or len(places) == len(marks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a text."""
+
+    forms: tuple[str, ...]
+    """The piece, and how it may also be written"""
+    mark: int | None
+    """The mark that takes its place; None for one that stays"""
+    trimmed: tuple[bool, bool] = (False, False)
+    """Whether white space before and behind it belongs to the pieces beside it"""
+
+    def trim(self, rendered: str, place: Place) -> CharSpan:
+        """The span of this piece at the place of its mark."""
+        text = rendered[place.start : place.stop]
+        before, behind = (len(text) - len(bare) for bare in (text.lstrip(), text.rstrip()))
+        return place.start + before * self.trimmed[0], place.stop - behind * self.trimmed[1]
+
+
+_Pieces = list[_Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A message with marks in place of its texts."""
+
+    marked: dict[str, Any]
+    content: str
+    before: list[_Pieces]
+    """Of each text of reasoning"""
+    said: _Pieces
+    """Of the content"""
+    calls: list[tuple[_Pieces, _Pieces]]
+    """Of each call's name and arguments"""
+
+
+_TAGS = re.compile(r"(</?think>(?:\s*</?think>)*)")
+_JSON_TEXT = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')
+"""A text in JSON; the second group is not empty for a key"""
+
+
+def _mark_message(message: Message, marks: Marks) -> _Marked:
+    changed = dict(message)
+    before, calls = [], []
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str):
-            spans.append(_find(rendered, _forms(message[key]), cursor, limit))
-            cursor = spans[-1][1]
-    spans.append(content if content[1] > content[0] else (cursor, cursor))
-    cursor = spans[-1][1]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        arguments = _find(rendered, _argument_forms(function.get("arguments")), cursor, stop)
-        before = arguments[0] if arguments[1] > arguments[0] else stop
-        name = str(function.get("name") or "")
-        # The last occurrence: the template's own words come before the name.
-        place = rendered.rfind(name, cursor, before) if name else -1
-        spans.append((place, place + len(name)) if place >= 0 else (cursor, cursor))
-        spans.append(arguments if arguments[1] > arguments[0] else (spans[-1][1], spans[-1][1]))
-        cursor = spans[-1][1]
-    return tuple(spans)
+            changed[key], pieces = _mark_text(message[key], marks)
+            before.append(pieces)
+    content, said = message.get("content"), list[_Piece]()
+    if isinstance(content, str):
+        changed["content"], said = _mark_text(content, marks)
+    elif isinstance(content, Sequence):
+        changed["content"] = parts = list(content)
+        for i, part in enumerate(parts):
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                text, pieces = _mark_text(part["text"], marks)
+                parts[i] = {**part, "text": text}
+                said += pieces
+    if message.get("tool_calls"):
+        made = [_mark_call(call, marks) for call in message["tool_calls"]]
+        changed["tool_calls"], calls = [call for call, *_ in made], [pieces for _, *pieces in made]
+    return _Marked(changed, text_of(message), before, said, [(name, arguments) for name, arguments in calls])
 
 
-def _find(rendered: str, forms: Sequence[str], start: int, stop: int) -> CharSpan:
-    """The first occurrence of the first of these forms between two places; an empty span at `start` if there is none."""
-    for form in filter(None, forms):
-        place = rendered.find(form, start, stop)
-        if place >= 0:
-            return place, place + len(form)
-    return start, start
+def _mark_text(text: str, marks: Marks) -> tuple[str, _Pieces]:
+    """A text with marks in place of what is between its tags, and its pieces."""
+    # A blank text stays: some templates write more around one that is not blank.
+    if not text.strip():
+        return text, [_Piece((text,), None)] if text else []
+    marked, pieces = "", list[_Piece]()
+    parts = _TAGS.split(text)  # what is said, tags, what is said, …
+    for i, part in enumerate(parts):
+        if i % 2:
+            # White space around tags is written by some templates in their own way.
+            before, behind = parts[i - 1], parts[i + 1]
+            whole = before[len(before.rstrip()) :] + part + behind[: len(behind) - len(behind.lstrip())]
+            pieces.append(_Piece(tuple(bare_forms(whole)), None))
+        elif part.strip():
+            pieces.append(_Piece((part,), len(marks), (i > 0, i + 1 < len(parts))))
+            part = marks.put(part)
+        marked += part
+    return marked, pieces
 
 
-def _forms(content: str) -> list[str]:
-    return list(dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())))
+def _mark_call(call: Any, marks: Marks) -> tuple[Any, _Pieces, _Pieces]:
+    """A tool call with marks, and the pieces of its name and of its arguments."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call, [], []
+    changed = dict(function)
+    name: _Pieces = []
+    arguments: _Pieces = []
+    if isinstance(function.get("name"), str):
+        changed["name"], name = _mark_text(function["name"], marks)
+    if function.get("arguments") not in (None, ""):
+        changed["arguments"], arguments = _mark_arguments(function["arguments"], marks)
+    return ({**call, "function": changed} if "function" in call else changed), name, arguments
 
 
-def _argument_forms(arguments: Any) -> list[str]:
-    """The forms in which a template may write a call's arguments, which are an object or its JSON text."""
-    texts = [arguments] if isinstance(arguments, str) else []
+def _mark_arguments(arguments: Any, marks: Marks) -> tuple[Any, _Pieces]:
+    """The arguments of a call, an object or its JSON text, with marks at its keys and texts, and their pieces."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        texts.append(json.dumps(value, ensure_ascii=False))
+        given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        usual = json.dumps(json.loads(given), ensure_ascii=False)
     except (ValueError, TypeError):
-        pass
-    return texts if arguments else []
+        return _mark_text(arguments, marks) if isinstance(arguments, str) else (arguments, [])
+    texts, usual_texts = ([match for match in _JSON_TEXT.finditer(text) if match[1].strip()] for text in (given, usual))
+    if len(texts) != len(usual_texts):  # a key that occurs twice
+        usual, usual_texts = given, texts
+    marked, pieces, end, usual_end = "", [], 0, 0
+    for match, other in zip(texts, usual_texts):
+        between = given[end : match.start(1)], usual[usual_end : other.start(1)]
+        end, usual_end, is_key = match.end(1), other.end(1), match[2] is not None
+        pieces += [_Piece(between, None), _Piece((match[1],), len(marks))]
+        mark = marks.put(json.loads(f'"{match[1]}"', strict=False), match[1], keep=is_key)
+        marked += between[0] + (match[1] + mark if is_key else mark)
+    pieces.append(_Piece((given[end:], usual[usual_end:]), None))
+    marked += given[end:]
+    return (marked if isinstance(arguments, str) else json.loads(marked)), pieces
 
 
-def _spans_by_search(rendered: str, contents: list[str], cursor: int = 0) -> tuple[CharSpan, ...]:
-    """The character span of each content, searched for in order from a place, each behind the end of the one before it."""
-    # A content that is empty or does not occur gets an empty span at that place.
-    spans = []
-    for content in contents:
-        written = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
-        start = rendered.find(written, cursor) if written else cursor
-        cursor = start + len(written)
-        spans.append((start, cursor))
-    return tuple(spans)
+def _search(
+    rendered: str, messages: Sequence[_Marked], written: Collection[int], places: dict[int, Place], cursor: int
+) -> None:
+    """Searches from a place on for the contents that have none, each behind the end of the one before it."""
+    for message in messages:
+        marked = [piece for piece in message.said if piece.mark is not None]
+        if not any(piece.mark in written and piece.mark not in places for piece in marked):
+            continue
+        content = next((form for form in bare_forms(message.content) if rendered.find(form, cursor) >= 0), "")
+        if not content:
+            continue
+        low = start = rendered.find(content, cursor)
+        cursor = low + len(content)
+        for piece in marked:
+            text = piece.forms[0].strip() if len(message.said) > 1 else content
+            start = rendered.find(text, start, cursor)
+            places[cast(int, piece.mark)] = Place(start, start + len(text), low, cursor)
+            start += len(text)
 
 
-def _spans_by_markers(
-    rendered: str, messages: Sequence[Message], contents: list[str], render: Render
-) -> tuple[CharSpan, ...] | None:
-    """The contents' spans, by rendering the chat again with unique markers in place of the contents."""
-    # What surrounds the markers is the template's own text. A content that is empty, or that the template leaves out,
-    # gets an empty span behind the one before it. From the first one on around which the rendered chat does not have
-    # the same text, contents are searched for. None if the template fails on the markers.
-    markers = [f"\ue000{i}\ue001" for i in range(len(messages))]
-    # An empty content stays: some templates write more around one that is not empty.
-    marked = [{**m, "content": marker} if text else dict(m) for m, marker, text in zip(messages, markers, contents)]
-    try:
-        rest = render(marked)
-    except Exception:  # some templates reject unknown contents; the search remains
-        return None
-    written, template_parts = [], []
-    for i, marker in enumerate(markers):
-        before, hit, after = rest.partition(marker)
-        if hit:
-            template_parts.append(before)
-            written.append(i)
-            rest = after
-    template_parts.append(rest)
+def _spans_of_message(rendered: str, message: _Marked, places: Mapping[int, Place]) -> tuple[tuple[CharSpan, ...], ...]:
+    """The spans of the pieces of each text."""
+    texts = [_spans_of_pieces(rendered, pieces, places) for pieces in (*message.before, message.said)]
+    for name, arguments in message.calls:
+        texts.append(_spans_of_pieces(rendered, name, places))
+        place = places.get(cast(int, name[0].mark)) if name else None
+        if place and len(arguments) == 1 and arguments[0].mark is None:
+            # No key and no text, as in {}: it is the template's text behind the name that reads so.
+            start = rendered.find(arguments[0].forms[0], place.stop, place.high)
+            texts.append(((start, start + len(arguments[0].forms[0])) if start >= 0 else (0, 0),))
+        else:
+            texts.append(_spans_of_pieces(rendered, arguments, places))
+    return tuple(texts)
 
-    spans: dict[int, CharSpan] = {}
-    cursor = 0
-    for i, before, after in zip(written, template_parts, template_parts[1:]):
-        start = cursor + len(before)
-        thoughtless = contents[i].rpartition("</think>")[2]  # some templates cut the thought of earlier turns
-        forms = dict.fromkeys([*_forms(contents[i]), *_forms(thoughtless)])
-        fitting = [form for form in forms if rendered.startswith(form + after, start)]
-        if i == written[-1]:
-            # What reaches the end of the chat comes first; a stop may be written behind it.
-            fitting.sort(key=lambda form: start + len(form + after) != len(rendered))
-        is_behind = rendered.startswith(before, cursor)
-        if not is_behind or not fitting:
-            later = [text if k in written else "" for k, text in enumerate(contents) if k >= i]
-            spans |= dict(enumerate(_spans_by_search(rendered, later, start if is_behind else cursor), i))
-            break
-        cursor = start + len(fitting[0])
-        spans[i] = start, cursor
 
-    # A content that the template leaves out gets an empty span behind the content before it.
-    end, all_spans = 0, []
-    for i in range(len(messages)):
-        start, end = spans.get(i, (end, end))
-        all_spans.append((start, end))
-    return tuple(all_spans)
+def _spans_of_pieces(rendered: str, pieces: _Pieces, places: Mapping[int, Place]) -> tuple[CharSpan, ...]:
+    """The spans of a text's pieces: of marked ones by their places, of others where they touch those beside them."""
+    found = [None if piece.mark is None else places.get(piece.mark) for piece in pieces]
+    spans = [piece.trim(rendered, place) if place else (0, 0) for piece, place in zip(pieces, found)]
+    for i, piece in enumerate(pieces):
+        if piece.mark is not None:
+            continue
+        before, after = found[i - 1] if i else None, found[i + 1] if i + 1 < len(pieces) else None
+        start, stop = spans[i - 1][1] if before else 0, spans[i + 1][0] if after else 0
+        if before and after:
+            spans[i] = (start, stop) if rendered[start:stop] in piece.forms else (0, 0)
+        elif after and i == 0:
+            fitting = (len(form) for form in piece.forms if rendered.endswith(form, after.low, stop))
+            spans[i] = stop - max(fitting, default=0), stop
+        elif before and i + 1 == len(pieces):
+            fitting = (len(form) for form in piece.forms if rendered.startswith(form, start, before.high))
+            spans[i] = start, start + max(fitting, default=0)
+        elif after:  # the text before is not written, as a thought that is cut; what is left is white space
+            spans[i] = after.start, stop
+        elif before:
+            spans[i] = start, before.stop
+    return tuple(spans) or ((0, 0),)
+
+
+# What messages quote: the texts of special tokens that the template has not written itself.
+
+
+def quoted_spans(
+    rendered: str, messages: Sequence[Message], render: Render, tokens: re.Pattern[str] | None
+) -> tuple[CharSpan, ...]:
+    """Where a rendered chat has the text of a special token that a message says, in order.
+
+    The chat is rendered a second time with a mark in the place of every such text, wherever in a message it is: what
+    surrounds the marks is the template's. If that changes what else the template writes, because it reads `<think>` tags
+    that are tokens, these stay; if it still does, the texts of the messages are looked for instead (`find_texts`).
+
+    Args:
+        rendered, messages, render: as for `find_texts`.
+        tokens: matches the text of any of the tokens; None: there are none.
+    """
+    for pattern in (tokens, _without_tags(tokens)) if tokens else ():
+        marks = Marks(rendered)
+        marked = [_mark_tokens(message, pattern, marks) for message in messages]
+        if not len(marks):
+            return ()
+        try:
+            found, failed = marks.places(render(marked))
+        except Exception:  # some templates reject unknown contents
+            continue
+        if failed is None:
+            return tuple((start, stop) for _, (start, stop, *_) in found)
+    pieces = find_texts(rendered, messages, render).pieces if tokens else ()
+    return tuple(sorted(span for texts in pieces for spans in texts for span in spans if span[1] > span[0]))
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of these texts, the longest one first; None if there are none."""
+    ordered = sorted(filter(None, texts), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _without_tags(tokens: re.Pattern[str]) -> re.Pattern[str]:
+    """Matches the same tokens, but for `<think>` tags."""
+    return re.compile(f"(?!</?think>)(?:{tokens.pattern})")
+
+
+def _mark_tokens(value: Any, tokens: re.Pattern[str], marks: Marks) -> Any:
+    """A value, such as a message, with a mark in the place of every token's text in it."""
+    if isinstance(value, str):
+        return tokens.sub(lambda match: marks.put(match[0]), value)
+    if isinstance(value, Mapping):
+        return {_mark_tokens(key, tokens, marks): _mark_tokens(item, tokens, marks) for key, item in value.items()}
+    return [_mark_tokens(item, tokens, marks) for item in value] if isinstance(value, list | tuple) else value

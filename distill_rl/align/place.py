@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -192,33 +194,79 @@ def byte_positions(text: str) -> np.ndarray:
     return np.r_[0, widths.cumsum()]
 
 
-def equal_spans(sides: tuple[Tokenized, Tokenized], texts: tuple[bytes, bytes]) -> tuple[np.ndarray, np.ndarray]:
+def equal_spans(sides: tuple[Tokenized, Tokenized], texts: tuple[bytes, bytes]) -> tuple[np.ndarray, np.ndarray, bool]:
     """The parts of both sides' spans that read the same, and all pairs of spans that are not both empty.
 
     Spans that differ are compared again without leading and trailing ASCII white space, which one template may have
-    stripped.
+    stripped. Where the templates write texts in different orders, only pairs that are in order on both sides are left.
 
     Args:
         texts: both sides' texts in UTF-8.
 
     Returns:
-        int64 [k, 4], [l, 4]: student start and stop, teacher start and stop in bytes. The two arrays are equal if all
-        spans read the same.
+        int64 [k, 4], [l, 4]: student start and stop, teacher start and stop in bytes, ascending. The two arrays are equal
+            if all spans read the same.
+        Whether these are all texts that the templates write.
     """
-    equal, spans = [], []
     byte_of_char = [byte_positions(side.text) for side in sides]
-    for pair in zip(sides[0].spans or (), sides[1].spans or ()):
-        bounds = [(int(position[start]), int(position[stop])) for position, (start, stop) in zip(byte_of_char, pair)]
+    bounds = [
+        [(int(position[start]), int(position[stop])) for start, stop in side.spans or ()]
+        for position, side in zip(byte_of_char, sides)
+    ]
+    pairs = [(*left, *right) for left, right in zip(*bounds) if left[1] > left[0] or right[1] > right[0]]
+    spans = np.array(pairs, np.int64).reshape(-1, 4)
+    kept = _in_order(spans)
+    complete = len(kept) == len(spans) and all(side.complete for side in sides)
+    equal = [pair for pair in map(partial(_equal_part, texts), kept.tolist()) if pair]
+    return np.array(equal, np.int64).reshape(-1, 4), kept, complete
+
+
+def _equal_part(texts: tuple[bytes, bytes], pair: Sequence[int]) -> tuple[int, ...] | None:
+    """The bounds of what two spans have in common: both, or both without the white space around them; None for nothing."""
+    bounds = [(pair[0], pair[1]), (pair[2], pair[3])]
+    parts = [text[start:stop] for text, (start, stop) in zip(texts, bounds)]
+    if parts[0] != parts[1]:
+        bounds = [_strip(part, start) for part, (start, _) in zip(parts, bounds)]
         parts = [text[start:stop] for text, (start, stop) in zip(texts, bounds)]
-        if not any(parts):
-            continue
-        spans.append([*bounds[0], *bounds[1]])
-        if parts[0] != parts[1]:
-            bounds = [_strip(part, start) for part, (start, _) in zip(parts, bounds)]
-            parts = [text[start:stop] for text, (start, stop) in zip(texts, bounds)]
-        if parts[0] == parts[1] and parts[0]:
-            equal.append([*bounds[0], *bounds[1]])
-    return np.array(equal, np.int64).reshape(-1, 4), np.array(spans, np.int64).reshape(-1, 4)
+    return (*bounds[0], *bounds[1]) if parts[0] == parts[1] and parts[0] else None
+
+
+def _in_order(spans: np.ndarray) -> np.ndarray:
+    """Pairs of spans that ascend on both sides: all, or of those with text on both sides the ones that hold most of it.
+
+    Args:
+        spans: int64 [k, 4]: student start and stop, teacher start and stop.
+    """
+    if (spans[1:, ::2] >= spans[:-1, 1::2]).all():
+        return spans
+    spans = spans[(spans[:, 1::2] > spans[:, ::2]).all(axis=1)]
+    spans = spans[spans[:, 0].argsort()]
+    # The most text of a row of pairs that ends with each one, and the pair before it in that row.
+    most, before = spans[:, 3] - spans[:, 2], np.full(len(spans), -1)
+    for i, start in enumerate(spans[:, 2]):
+        earlier = np.where(spans[:i, 3] <= start, most[:i], 0)
+        if earlier.any():
+            before[i] = earlier.argmax()
+            most[i] += earlier.max()
+    row, i = [], int(most.argmax()) if len(spans) else -1
+    while i >= 0:
+        row.append(i)
+        i = int(before[i])
+    return spans[row[::-1]]
+
+
+def join_spans(spans: np.ndarray) -> np.ndarray:
+    """Spans of which those that touch on both sides are one, because tokens reach across the pieces of a text.
+
+    Args:
+        spans: int64 [k, 4], ascending: student start and stop, teacher start and stop.
+    """
+    begins = np.ones(len(spans), bool)
+    begins[1:] = (spans[1:, ::2] != spans[:-1, 1::2]).any(axis=1)
+    ends = np.append(begins[1:], True)[: len(spans)]
+    joined = spans[begins]
+    joined[:, 1::2] = spans[ends, 1::2]
+    return joined
 
 
 def _strip(part: bytes, start: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill_rl.align.chats import CharSpan, render
+from distill_rl.align.chats import CharSpan, any_of, render
 
 # What the pieces of a tokenizer stand for, read from its tokenizer.json, for each family of tokenizers.
 
@@ -233,14 +233,13 @@ class TextEncoder:
         return copy
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
+    def special_pattern(self) -> re.Pattern[str] | None:
         """Matches any special token's text, the longest one first; None for a tokenizer without special tokens."""
-        literals = sorted(filter(None, self.specials), key=lambda literal: (-len(literal), literal))
-        return re.compile("|".join(map(re.escape, literals))) if literals else None
+        return any_of(self.specials)
 
     def first_special(self, text: str) -> int | None:
         """The id of the first special token that is written in a text; None if there is none."""
-        match = self._special_pattern.search(text) if self._special_pattern else None
+        match = self.special_pattern.search(text) if self.special_pattern else None
         return self.specials[match[0]] if match else None
 
     def ids(self, text: str, *, add_special: bool = True) -> np.ndarray:
@@ -262,22 +261,22 @@ class TextEncoder:
         """As `offsets`, but the text of a special token is that token."""
         return _arrays(self._with_specials.encode(text))
 
-    def chat(self, text: str, contents: Sequence[CharSpan] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def chat(self, text: str, quoted: Sequence[CharSpan] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a rendered chat: special tokens count as such where the template writes them, not inside a message.
 
-        If no content contains the text of a special token, the chat is encoded in one piece. Otherwise it is divided at
+        If no message contains the text of a special token, the chat is encoded in one piece. Otherwise it is divided at
         the special tokens that the template writes, and the text between them is encoded without special tokens.
 
         Args:
-            contents: character spans of the messages' contents in `text`, in order.
+            quoted: character spans in `text`, in order, in which what looks like a special token is text.
         Returns:
             int32 [n] ids; int64 [n, 2] character offsets. No special token is added.
         """
-        pattern = self._special_pattern
-        if not pattern or not any(pattern.search(text, start, stop) for start, stop in contents):
+        pattern = self.special_pattern
+        if not pattern or not any(pattern.search(text, start, stop) for start, stop in quoted):
             return _arrays(self._with_specials.encode(text, add_special_tokens=False))
         ids, offsets, done = [np.empty(0, np.int32)], [np.empty((0, 2), np.int64)], 0
-        for start, stop in [*self._written_specials(text, contents), (len(text), len(text))]:
+        for start, stop in [*self._written_specials(text, quoted), (len(text), len(text))]:
             plain = self._after_special if done else self._plain
             for reader, piece_start, piece_stop in ((plain, done, start), (self._with_specials, start, stop)):
                 piece, places = _arrays(reader.encode(text[piece_start:piece_stop], add_special_tokens=False))
@@ -286,14 +285,14 @@ class TextEncoder:
             done = stop
         return np.concatenate(ids), np.concatenate(offsets)
 
-    def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
+    def _written_specials(self, text: str, quoted: Sequence[CharSpan]) -> list[CharSpan]:
         """Character spans of the special tokens that the template writes, in order."""
         # A span includes the white space that its token strips. The tokenizer must have special tokens.
-        assert self._special_pattern is not None
+        assert self.special_pattern is not None
         strips = self.description.strips()
         spans, outside, done = [], 0, 0
-        for begin, end in [*contents, (len(text), len(text))]:
-            for match in self._special_pattern.finditer(text, outside, begin):
+        for begin, end in [*quoted, (len(text), len(text))]:
+            for match in self.special_pattern.finditer(text, outside, begin):
                 start, stop = match.span()
                 before, behind = strips.get(self.specials[match[0]], (False, False))
                 if before:

@@ -102,9 +102,22 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def inline(number: int) -> str:
-    """An answer that begins with its thought."""
-    return f"<think>\n{say('tht', number)}\n</think>\n\n{say('ans', number)}"
+def inline(number: int, before: str = "\n", behind: str = "\n\n", between: str = " ") -> str:
+    """An answer that begins with its thought.
+
+    Args:
+        before: around the thought, inside its tags.
+        behind: behind its tags.
+        between: between the words of the thought.
+    """
+    return f"<think>{before}{say('tht', number, between)}{before}</think>{behind}{say('ans', number)}"
+
+
+def calling(function: dict[str, Any], said: str = say("res", 1)) -> list[Message]:
+    """A question, a call of one function, its result and an answer."""
+    turn = call(1)
+    turn["tool_calls"][0]["function"] = function
+    return [user(1), turn, {**result(1), "name": function["name"], "content": said}, answer(2)]
 
 
 def _quoting(quoted: str, answered: str) -> Chat:
@@ -172,6 +185,16 @@ _KINDS = (
         "thoughts inside the answers' text",
         _always(user(1), answer(1, inline(1)), user(2), answer(2, inline(2))),
     ),
+    Kind(
+        "inline tight",
+        "the same without line breaks",
+        _always(user(1), answer(1, inline(1, "", "")), user(2), answer(2, inline(2, "", ""))),
+    ),
+    Kind(
+        "inline break",
+        "the same with one line break behind the thoughts",
+        _always(user(1), answer(1, inline(1, "\n", "\n")), user(2), answer(2, inline(2, "\n", "\n"))),
+    ),
     Kind("call", "a call at the end, arguments as an object", _always(user(1), call(1))),
     Kind(
         "call text",
@@ -184,6 +207,17 @@ _KINDS = (
         "calls",
         "several calls in a turn",
         _always(user(1), call(1, count=2), result(1), result(2), answer(2), user(2), answer(3)),
+    ),
+    Kind("call of nothing", "a call without arguments", _always(*calling({"name": "nam1qa", "arguments": {}}))),
+    Kind(
+        "call again",
+        "a call whose arguments and result have its name, with keys out of the alphabet's order",
+        _always(
+            *calling(
+                {"name": "nam1qa", "arguments": {"nam1qa": "arg1qa nam1qa arg1qb", "city": "arg1qc"}},
+                "res1qa nam1qa",
+            )
+        ),
     ),
     Kind(
         "rounds",
@@ -230,6 +264,42 @@ _KINDS = (
         "quoted turn",
         "an answer that quotes the end of a turn and the next header",
         lambda t: _quoting(t.stop + t.header, f"ans1qa{t.stop + t.header}ans1qb"),
+    ),
+    Kind(
+        "quoted end",
+        "answers that end with the text of the token that ends a turn",
+        lambda t: Chat([user(1), answer(1, f"ans1qa{t.stop}"), user(2), answer(2, f"ans2qa{t.stop}")], quoted=t.stop),
+    ),
+    Kind(
+        "quoted thought",
+        "thoughts inside the answers' text, without line breaks, that quote the token that ends a turn",
+        lambda t: Chat(
+            [user(1), answer(1, inline(1, "", "", t.stop)), user(2), answer(2, inline(2, "", "", t.stop))],
+            quoted=t.stop,
+        ),
+    ),
+    Kind(
+        "quoted arguments",
+        "arguments that quote the token that ends a turn",
+        lambda t: Chat(calling({"name": "nam1qa", "arguments": {"city": f"arg1qa{t.stop}arg1qb"}}), quoted=t.stop),
+    ),
+    Kind(
+        "quoted result",
+        "a result that quotes the token that ends a turn, and other characters that JSON writes in its own way",
+        lambda t: Chat(
+            calling({"name": "nam1qa", "arguments": {"city": "arg1qa"}}, f'"res1qa{t.stop}res1qb"\n'), quoted=t.stop
+        ),
+    ),
+    Kind(
+        "quoted parts",
+        "contents as lists of text parts, which quote the token that ends a turn",
+        lambda t: Chat(
+            [
+                {"role": "user", "content": _parts(f"usr1qa{t.stop}", " usr1qb ")},
+                answer(1, _parts(f"ans1qa{t.stop} ", "ans1qb")),
+            ],
+            quoted=t.stop,
+        ),
     ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}

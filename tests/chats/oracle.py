@@ -58,7 +58,7 @@ def contradictions(chat: Chat, text: str, learnt: Sequence[bool]) -> list[str]:
     """The words of a chat's text whose characters are not learnt as the words alone say.
 
     All occurrences of an assistant's word are learnt, and none of another one. The name of a call also stands where the
-    template lists tools or names the call of a result; as many occurrences of it are learnt as there are calls of it.
+    template lists tools or names the call of a result; as many occurrences of it are learnt as calls say it.
 
     Returns:
         one line for each word.
@@ -146,9 +146,10 @@ def _lacks_names(chat: Chat, text: str, learnt: Sequence[bool]) -> bool:
 
 
 def _names(chat: Chat) -> Counter[str]:
-    """How often each tool is called in a chat."""
+    """How often the calls of a chat say each tool's name: as the name, and in arguments."""
     calls = (call for message in chat.messages for call in message.get("tool_calls", ()))
-    return Counter(call["function"]["name"] for call in calls)
+    words = (word for call in calls for word in WORD.findall(json.dumps(call["function"])))
+    return Counter(word for word in words if word.startswith("nam"))
 
 
 def _learnt_names(text: str, learnt: Sequence[bool]) -> Counter[str]:

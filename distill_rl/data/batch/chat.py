@@ -12,7 +12,18 @@ from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from distill_rl.align.chats import REASONING_KEYS, SWITCHES, CharSpan, Message, in_form, message_spans, render, text_of
+from distill_rl.align.chats import (
+    REASONING_KEYS,
+    SWITCHES,
+    CharSpan,
+    Message,
+    any_of,
+    in_form,
+    message_spans,
+    quoted_spans,
+    render,
+    text_of,
+)
 from distill_rl.data.reading.layouts import SHAREGPT_ROLES, template_options
 from distill_rl.errors import DataError, WorkerError
 from distill_rl.system.template_budget import FIXED_DATE, LIMITED, within_budget
@@ -124,6 +135,7 @@ def render_document(
     roles: Collection[str] = (),
     whose: str = "the student's tokenizer",
     stops: Collection[str] = (),
+    stops_in_text: bool = False,
     text_only: bool = False,
 ) -> Rendered:
     """Renders a whole chat, and finds the character spans in it that are trained on.
@@ -142,6 +154,7 @@ def render_document(
         document: with "row", "messages" and perhaps tools and variables (`RowLayout.document`).
         whose: the tokenizer, for error messages.
         stops: what the stop tokens are written as, for a template that ends a turn by the next role's token (`with_stops`).
+        stops_in_text: whether the text of a stop inside a message is that stop, and ends a turn.
         text_only: whether no spans are asked for, so that none has to be found.
 
     Raises:
@@ -171,8 +184,10 @@ def render_document(
             remedy = "use data.loss_on=all or a template with {% generation %} blocks"
             raise DataError(f"row {row}", rule, "a template that rewrites earlier turns", remedy)
         turns = found
-    whole += closing_stop(write, messages, whole, stops)
-    turns = with_stops(whole, turns, stops)
+    without_quotes = whole if stops_in_text else _without_quotes(write, messages, whole, stops)
+    closing = closing_stop(write, messages, without_quotes, stops)
+    whole += closing
+    turns = with_stops(without_quotes + closing, turns, stops)
     if text_only or not (roles or off):
         return Rendered(whole, None, written)
     if wanted and off_turns and len(turns) != len(of_turns):
@@ -483,7 +498,7 @@ def closing_stop(
 
     Args:
         write: messages → text with the template.
-        whole: the rendered chat.
+        whole: the rendered chat, without stops that messages quote.
         stops: what the stop tokens are written as.
     """
     last = messages[-1]
@@ -511,6 +526,13 @@ def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) ->
         (start, stop if _ends_in_stop(whole[start:stop], stops) else stop + len(_first_stop(whole[stop:], stops)))
         for start, stop in turns
     ]
+
+
+def _without_quotes(write: Write, messages: Sequence[Message], whole: str, stops: Collection[str]) -> str:
+    """A rendered chat with another character in place of all those of the stops that messages quote, which end no turn."""
+    for start, stop in quoted_spans(whole, messages, write, any_of(stops)):
+        whole = whole[:start] + _MARK * (stop - start) + whole[stop:]
+    return whole
 
 
 def _first_stop(text: str, stops: Collection[str]) -> str:

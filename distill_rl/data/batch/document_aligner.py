@@ -472,7 +472,12 @@ class DocumentAligner:
         theirs = {}
         for i, teacher in teachers.items():
             written_for, _, written = render_document(
-                teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
+                teacher.tokenizer,
+                document,
+                whose=teacher.coverage.whose,
+                stops=teacher.stops.texts,
+                stops_in_text=self._tokenization.special_tokens_in_text,
+                text_only=True,
             )
             left_out += teacher.coverage.check(document, written, self._tokenization.unrendered)
             theirs[i] = self._tokenize_rendered(teacher.aligner, document, "teacher", written_for)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chats import CharSpan, content_spans
+from distill_rl.align.chats import CharSpan, any_of, quoted_spans
 from distill_rl.align.vocabulary import TextEncoder
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import TemplateCoverage, render, render_document, roles_to_train_on
@@ -160,7 +160,13 @@ class Tokenization:
         Raises:
             DataError: as for `encode`.
         """
-        text, spans, written = render_document(self.tokenizer, document, roles=self.roles, stops=self.stops.texts)
+        text, spans, written = render_document(
+            self.tokenizer,
+            document,
+            roles=self.roles,
+            stops=self.stops.texts,
+            stops_in_text=self.special_tokens_in_text,
+        )
         return text, spans, self._coverage.check(document, written, self.unrendered)
 
     def labels(
@@ -187,8 +193,9 @@ class Tokenization:
         """A rendered chat's ids, int32 [n], and the characters that each holds, int64 [n, 2]."""
         if not self.special_tokens_in_text and self.stops.quoted_in(document["messages"]):
             options = template_options(document)
-            spans = content_spans(text, document["messages"], partial(render, self.tokenizer, **options))
-            return self._encoder.chat(text, spans)
+            write = partial(render, self.tokenizer, **options)
+            quoted = quoted_spans(text, document["messages"], write, self._encoder.special_pattern)
+            return self._encoder.chat(text, quoted)
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
         )
@@ -261,9 +268,8 @@ class StopTokens:
         texts = tuple(
             str(added[token]) if token in added else tokenizer.convert_ids_to_tokens(token) for token in sorted(ids)
         )
-        special = sorted({str(token) for token in added.values() if token.special} - {""}, key=len, reverse=True)
-        pattern = re.compile("|".join(map(re.escape, special))) if special else None
-        return cls(ids, tuple(text for text in texts if text), pattern)
+        special = any_of({str(token) for token in added.values() if token.special})
+        return cls(ids, tuple(text for text in texts if text), special)
 
     def quoted_in(self, value: Any) -> bool:
         """Whether a text in the value, such as a chat's messages, contains what a special token is written as."""

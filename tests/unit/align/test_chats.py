@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
-from distill_rl.align.chats import message_spans, render, template_form, text_of
+from distill_rl.align.chats import any_of, find_texts, message_spans, quoted_spans, render, template_form, text_of
+from distill_rl.align.place import join_spans
 from tests.helpers.align import (
     DATA,
     FAMILIES,
@@ -287,13 +288,116 @@ def test_contents_around_thoughts_that_are_cut_are_found():
     assert content_spans(text[:33], chat[:3], lambda chat: render(tokenizer, chat)) == spans[:3]
 
 
-def test_thoughts_and_calls_have_spans():
-    text = '<user>f<assistant>hm so call f{"a": 1} call g{}'
-    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"a": 1}), ("g", {}))]
+# A thought, the content, and calls with their arguments in JSON or one by one.
+CALLS_OF = (
+    "{{% for m in messages %}}{{{{ '<' + m.role + '>' }}}}"
+    "{{% if m.reasoning_content %}}{{{{ m.reasoning_content }}}} so {{% endif %}}{{{{ m.content }}}}"
+    "{{% for c in m.tool_calls or [] %}}{{{{ ' call ' + c.function.name }}}}{arguments}{{% endfor %}}{{% endfor %}}"
+)
+IN_JSON = "{{ c.function.arguments | tojson }}"
+ONE_BY_ONE = "{% for k, v in c.function.arguments | dictsort %}{{ '\n' + k + '=' + v | string }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spans"),
+    [(IN_JSON, ["f", '{"b": "f", "a": 1}', "g", "{}"]), (ONE_BY_ONE, ["f", "a=1\nb=f", "g", ""])],
+)
+def test_thoughts_and_calls_have_spans(arguments: str, spans: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CALLS_OF.format(arguments=arguments)
+    called = (("f", {"b": "f", "a": 1}), ("g", {}))
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in called]
     turn = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls}
-    spans = message_spans(text, [{"role": "user", "content": "f"}, turn])
-    said = [[text[slice(*span)] for span in of_message] for of_message in spans]
-    assert said == [["f"], ["hm", "so", "f", '{"a": 1}', "g", ""]]
+    chat = [{"role": "user", "content": "f"}, turn]
+    text = render(tokenizer, chat)
+    found = message_spans(text, chat, lambda chat: render(tokenizer, chat))
+    assert [[text[slice(*span)] for span in of_message] for of_message in found] == [["f"], ["hm", "so", *spans]]
+    without = message_spans(text, chat)
+    assert [[text[slice(*span)] for span in of_message] for of_message in without] == [["f"], ["", "so", *[""] * 4]]
+
+
+def with_template(body: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose template writes this for every message."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}" + body + "{% endfor %}"
+    return tokenizer
+
+
+def quoted(body: str, content: str, *tokens: str) -> list[tuple[int, str]]:
+    """The places and texts that a template's text quotes of a content."""
+    tokenizer = with_template(body)
+    chat = [{"role": "user", "content": content}]
+    text = render(tokenizer, chat)
+    spans = quoted_spans(text, chat, lambda chat: render(tokenizer, chat), any_of(tokens))
+    return [(start, text[start:stop]) for start, stop in spans]
+
+
+def test_only_what_a_message_says_is_quoted() -> None:
+    assert quoted("<e>{{ m.content }}<e>", "a<e>", "<e>") == [(4, "<e>")]
+    assert quoted("<e>{{ m.content | tojson }}<e>", '"<e>', "<e>") == [(6, "<e>")]
+    assert quoted("<e>{{ m.content.replace('<e>', '') }}<e>", "a<e>b", "<e>") == []
+    assert quoted("<e>{{ m.content }}", "a", "<e>") == quoted("<e>", "<e>", "<e>") == []
+    assert quoted("{{ m.content }}", "<e>") == []
+
+
+def test_tags_that_the_template_reads_are_its_own() -> None:
+    cut = "{{ m.content.split('</think>')[-1] }}<e>"
+    assert quoted(cut, "<think><e></think>a<e>", "<e>", "<think>", "</think>") == [(1, "<e>")]
+
+
+def test_a_template_that_reads_what_is_quoted_leaves_the_content_to_be_searched_for() -> None:
+    assert quoted("{{ 'one ' if '<e>' in m.content }}{{ m.content }}<e>", "a<e>", "<e>") == [(4, "a<e>")]
+    refusing = "{% if '<e>' not in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content }}<e>"
+    assert quoted(refusing, "a<e>", "<e>") == [(0, "a<e>")]
+
+
+def test_texts_whose_place_is_not_known_are_missing() -> None:
+    chat = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "two", "reasoning_content": "Three"}]
+    for body, complete in (
+        ("{{ m.reasoning_content }}|{{ m.content }}", True),
+        ("{{ m.content }}", True),
+        ("{{ m.reasoning_content | lower }}|{{ m.content }}", False),
+        ("{{ m.content | upper }}", False),
+    ):
+        tokenizer = with_template(body)
+        found = find_texts(render(tokenizer, chat), chat, lambda chat, made=tokenizer: render(made, chat))
+        assert found.complete == complete
+        assert TokenAligner(tokenizer, with_template(body)).align_messages(chat).exact == complete
+
+
+def test_pieces_that_touch_on_both_sides_are_one() -> None:
+    """Otherwise a token that reaches from a thought into the tag behind it would be in no chunk."""
+    pieces = np.array([[0, 2, 5, 7], [2, 4, 7, 9], [4, 6, 10, 12], [7, 9, 12, 14], [9, 10, 14, 15]])
+    assert join_spans(pieces).tolist() == [[0, 4, 5, 9], [4, 6, 10, 12], [7, 10, 12, 15]]
+    assert join_spans(pieces[:0]).shape == (0, 4)
+    chat = [CHAT[1], {"role": "assistant", "content": "<think>\nA number.\n</think>\n\nSo."}]
+    result = make_aligner("byte_level", "tiktoken").align_messages(chat)
+    inside = chunk_bytes(family("byte_level"), result.student_ids, result.student_chunk, result.num_chunks)
+    assert b"".join(inside) == "".join(message["content"] for message in chat).encode()
+    assert result.exact
+
+
+SAID_FIRST = "<a>{{ m.content }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+CALLED_FIRST = "<a>{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}|{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "compared"),
+    [
+        (SAID_FIRST, SAID_FIRST, "why|so long|f"),
+        (CALLED_FIRST, CALLED_FIRST, "why|f|so long"),
+        (SAID_FIRST, CALLED_FIRST, "why|so long"),
+        (CALLED_FIRST, SAID_FIRST, "why|so long"),
+    ],
+)
+def test_texts_in_another_order_are_compared_as_far_as_they_go(student: str, teacher: str, compared: str) -> None:
+    chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so long", "tool_calls": [CALL]}]
+    tokenizers = with_template(student), with_template(teacher)
+    result = TokenAligner(*tokenizers).align_messages(chat)
+    check_chunks_spell_alike(*tokenizers, result)
+    inside = chunk_bytes(tokenizers[0], result.student_ids, result.student_chunk, result.num_chunks)
+    assert b"".join(inside) == compared.replace("|", "").encode()
+    assert result.exact == (student == teacher)
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from distill_rl.data.batch.chat import closing_stop, with_stops
+from distill_rl.data.batch.chat import closing_stop, render_document, with_stops
+from tests.helpers.tokenizers import tiny_tokenizer
 
 STOPS = ("<|user|>", "<|observation|>", "<|end|>")
 TOKENS = {"tool": "<|observation|>"}
@@ -66,3 +67,21 @@ def test_nothing_is_added_without_a_stop_or_a_second_question() -> None:
 
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]
     assert closing_stop(single, chat, glm(chat), STOPS) == closing_stop(glm, chat, glm(chat), ["<|other|>"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("stops_in_text", "learnt"),
+    [(False, ["one<|user|><|user|>", "two<|user|><|user|>"]), (True, ["one<|user|>", "two<|user|>"])],
+)
+def test_a_stop_that_an_answer_quotes_ends_it_only_if_it_is_a_token(stops_in_text: bool, learnt: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    said = [("user", "q<|user|>"), ("assistant", "one<|user|>"), ("user", "p"), ("assistant", "two<|user|>")]
+    document = {"row": 0, "messages": [{"role": role, "content": content} for role, content in said]}
+    text, spans, _ = render_document(
+        tokenizer, document, roles=("assistant",), stops=STOPS, stops_in_text=stops_in_text
+    )
+    assert [text[start:stop] for start, stop in spans or ()] == learnt
