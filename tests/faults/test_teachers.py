@@ -112,6 +112,8 @@ def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, materi
     for step, record in losses.items():
         if "train/kl_loss/big" in record:
             assert step <= alone[0]["step"], "it may die on a later batch while the student takes this step"
+            if step == alone[0]["step"]:  # perhaps only a part of it has both teachers
+                continue
             expected = 0.75 * record["train/kl_loss/big"] + 0.25 * record["train/kl_loss/other"]
         else:
             assert step >= alone[0]["step"]
