@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
-from distill_rl.align.marks import Marks, Place, bare_forms
+from distill_rl.align.marks import Marks, TextPlace, bare_forms
 from distill_rl.system.template_budget import FIXED_DATE, within_budget
 
 # The form in which a chat template reads contents and tool calls, found by rendering small chats.
@@ -277,7 +277,7 @@ def find_texts(rendered: str, messages: Sequence[Message], render: Render | None
     """
     marks = Marks(rendered)
     marked = [_mark_message(message, marks) for message in messages]
-    places: dict[int, Place] = {}
+    places: dict[int, TextPlace] = {}
     failed: int | None = 0
     written = set(range(len(marks)))
     if render is not None:
@@ -306,7 +306,7 @@ class _Piece:
     trimmed: tuple[bool, bool] = (False, False)
     """Whether white space before and behind it belongs to the pieces beside it"""
 
-    def trim(self, rendered: str, place: Place) -> CharSpan:
+    def trim(self, rendered: str, place: TextPlace) -> CharSpan:
         """The span of this piece at the place of its mark."""
         text = rendered[place.start : place.stop]
         before, behind = (len(text) - len(bare) for bare in (text.lstrip(), text.rstrip()))
@@ -416,7 +416,7 @@ def _mark_arguments(arguments: Any, marks: Marks) -> tuple[Any, _Pieces]:
 
 
 def _search(
-    rendered: str, messages: Sequence[_Marked], written: Collection[int], places: dict[int, Place], cursor: int
+    rendered: str, messages: Sequence[_Marked], written: Collection[int], places: dict[int, TextPlace], cursor: int
 ) -> None:
     """Searches from a place on for the contents that have none, each behind the end of the one before it."""
     for message in messages:
@@ -431,11 +431,13 @@ def _search(
         for piece in marked:
             text = piece.forms[0].strip() if len(message.said) > 1 else content
             start = rendered.find(text, start, cursor)
-            places[cast(int, piece.mark)] = Place(start, start + len(text), low, cursor)
+            places[cast(int, piece.mark)] = TextPlace(start, start + len(text), low, cursor)
             start += len(text)
 
 
-def _spans_of_message(rendered: str, message: _Marked, places: Mapping[int, Place]) -> tuple[tuple[CharSpan, ...], ...]:
+def _spans_of_message(
+    rendered: str, message: _Marked, places: Mapping[int, TextPlace]
+) -> tuple[tuple[CharSpan, ...], ...]:
     """The spans of the pieces of each text."""
     texts = [_spans_of_pieces(rendered, pieces, places) for pieces in (*message.before, message.said)]
     for name, arguments in message.calls:
@@ -450,7 +452,7 @@ def _spans_of_message(rendered: str, message: _Marked, places: Mapping[int, Plac
     return tuple(texts)
 
 
-def _spans_of_pieces(rendered: str, pieces: _Pieces, places: Mapping[int, Place]) -> tuple[CharSpan, ...]:
+def _spans_of_pieces(rendered: str, pieces: _Pieces, places: Mapping[int, TextPlace]) -> tuple[CharSpan, ...]:
     """The spans of a text's pieces: of marked ones by their places, of others where they touch those beside them."""
     found = [None if piece.mark is None else places.get(piece.mark) for piece in pieces]
     spans = [piece.trim(rendered, place) if place else (0, 0) for piece, place in zip(pieces, found)]

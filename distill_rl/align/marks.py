@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """Where a text stands in a rendered chat, in characters."""
 
     start: int
@@ -56,7 +56,7 @@ class Marks:
         """The marks that occur in a text."""
         return set(map(int, re.findall(f"{self._stem}([0-9]+)km", marked)))
 
-    def places(self, marked: str) -> tuple[list[tuple[int, Place]], int | None]:
+    def places(self, marked: str) -> tuple[list[tuple[int, TextPlace]], int | None]:
         """Where the texts of the marks stand, by the rendering of the marked chat.
 
         Steps:
@@ -112,8 +112,8 @@ def bare_forms(text: str) -> list[str]:
     return list(dict.fromkeys((text, text.strip(), text.lstrip(), text.rstrip())))
 
 
-def _with_bounds(found: list[tuple[int, int, int]], end: int) -> list[tuple[int, Place]]:
+def _with_bounds(found: list[tuple[int, int, int]], end: int) -> list[tuple[int, TextPlace]]:
     """Marks and places, with the bounds of the text between them; the last one is bounded by `end`."""
     lows = [0, *(stop for _, _, stop in found)]
     highs = [*(start for _, start, _ in found[1:]), end]
-    return [(mark, Place(start, stop, low, high)) for (mark, start, stop), low, high in zip(found, lows, highs)]
+    return [(mark, TextPlace(start, stop, low, high)) for (mark, start, stop), low, high in zip(found, lows, highs)]
