@@ -106,6 +106,14 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
     return bool((spans[span[has_span], 0] < ends[has_span]).any())
 
 
+def _only(chunks: TokenChunks, keep: np.ndarray) -> TokenChunks:
+    """The chunks for which `keep` [count] is True, renumbered; the same object if it is for all."""
+    if keep.all():
+        return chunks
+    kept = keep_chunks(keep, chunks.student, chunks.teacher)
+    return TokenChunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
+
+
 def keep_equal_specials(
     chunks: TokenChunks, vocabularies: tuple[Vocabulary, Vocabulary], ids: tuple[np.ndarray, np.ndarray]
 ) -> TokenChunks:
@@ -121,10 +129,7 @@ def keep_equal_specials(
         written = chunk[vocabulary.special.take(side.astype(np.intp)) & (chunk >= 0)]
         counts.append(np.bincount(written, minlength=chunks.count))
     keep = counts[0] == counts[1]
-    if keep.all():
-        return chunks
-    kept = keep_chunks(keep, chunks.student, chunks.teacher)
-    return TokenChunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
+    return _only(chunks, keep)
 
 
 def positions_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets: np.ndarray) -> TokenPositions:
@@ -179,10 +184,7 @@ def keep_same_place(chunks: TokenChunks, student: TokenPositions, teacher: Token
     # One stretch contains the other if their intersection is as long as the shorter one.
     common = np.minimum(*ends) - np.maximum(*starts)
     keep = (common > 0) & (common == np.min(ends - starts, axis=0))
-    if keep.all():
-        return chunks
-    kept = keep_chunks(keep, chunks.student, chunks.teacher)
-    return TokenChunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
+    return _only(chunks, keep)
 
 
 def byte_positions(text: str) -> np.ndarray:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 TABLE = "_weight_conversions"
 """Attribute of a model with its table, as Transformers names it."""
 
-_KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
-"""Transformers' names of what a family keeps in fp32 if its dtype is of 16 bits, and, the second, only if that is fp16."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,8 +83,8 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
 
 def kept_in_fp32(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
     """Whether Transformers keeps a tensor in fp32 in a model of this dtype, such as a bias by which a router chooses experts."""
-    kinds = {torch.bfloat16: _KEPT_IN_FP32[:1], torch.float16: _KEPT_IN_FP32}.get(dtype, ())
-    parts = [part for kind in kinds for part in getattr(model, kind) or ()]
+    strict, of_fp16 = model._keep_in_fp32_modules_strict or (), model._keep_in_fp32_modules or ()
+    parts = {torch.bfloat16: [*strict], torch.float16: [*strict, *of_fp16]}.get(dtype, [])
     return any(re.search(part.replace("*", ".*"), name) for part in parts)
 
 

@@ -161,9 +161,8 @@ def signals_blocked(*more: signal.Signals) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     # The mask is this thread's. Another thread takes what it does not block, and Python still calls the handler in the main thread.
     arrived: dict[int, None] = {}
-    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: handler for number in numbers if is_main and callable(handler := signal.getsignal(number))}
     for number in handlers:
         signal.signal(number, lambda number, _: arrived.setdefault(number))
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from functools import cache
 from typing import Any
 
@@ -429,3 +431,13 @@ def test_real_templates_with_a_thinking_block():
     thought = [b"<think>", b"</think>"]
     place = [aligner.student.token_bytes(number) in thought for number in result.student_ids.tolist()]
     assert (result.student_chunk[np.array(place)] == -1).all()
+
+
+def test_of_several_texts_the_longest_is_matched():
+    draw = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(draw.choices("ab|.", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 9))]
+        one_by_one = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        read = "".join(draw.choices("ab|.", k=60))
+        assert any_of(texts).findall(read) == one_by_one.findall(read)
+    assert any_of([""]) is None

@@ -94,7 +94,7 @@ def test_student_is_peft_s_model_and_its_export_is_peft_s_merge(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_layers_of_a_mixture_are_those_that_check_counts_and_a_step_changes_them_alone(
+def test_a_mixture_has_the_adapters_that_check_counts_and_trains_no_more(
     tmp_path: Path, world: World, family: str
 ) -> None:
     config = lora_config(write_family(tmp_path, family, vocab_size=VOCABULARY), [])
